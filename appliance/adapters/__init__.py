@@ -1,0 +1,1 @@
+"""Thin translators, one outside thing each."""

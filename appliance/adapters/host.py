@@ -1,0 +1,55 @@
+"""What the machine says about itself: files of /proc, and the kernel's clock state.
+
+A fact that is missing is absent (None), never zero.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+_STA_UNSYNC = 0x0040
+_ADJTIMEX_ERROR = 5
+_TIMEX_BYTES = 208  # sizeof(struct timex) on 64-bit Linux
+_STATUS_OFFSET_BYTES = 40  # modes, offset, freq, maxerror, esterror come before `status`
+
+
+def cpu_name(cpuinfo: str | None = None) -> str:
+    """Name of the processor: measurements are only comparable on the same one."""
+    if cpuinfo is None:
+        try:
+            cpuinfo = Path("/proc/cpuinfo").read_text()
+        except OSError:
+            cpuinfo = ""
+    for line in cpuinfo.splitlines():
+        key, _colon, value = line.partition(":")
+        if key.strip() in {"model name", "Model"}:
+            return value.strip()
+    return platform.machine()
+
+
+def clock_synced() -> bool | None:
+    """Whether the kernel takes its clock for synchronised; None when it does not say."""
+    timex = ctypes.create_string_buffer(_TIMEX_BYTES)
+    state = ctypes.CDLL(None).adjtimex(timex)
+    if state < 0:
+        return None
+    status = int.from_bytes(timex.raw[_STATUS_OFFSET_BYTES : _STATUS_OFFSET_BYTES + 4], "little")
+    return state != _ADJTIMEX_ERROR and not status & _STA_UNSYNC
+
+
+def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
+    """`total` and `available` memory."""
+    if meminfo is None:
+        try:
+            meminfo = Path("/proc/meminfo").read_text()
+        except OSError:
+            meminfo = ""
+    found = {}
+    for line in meminfo.splitlines():
+        key, _colon, value = line.partition(":")
+        name = {"MemTotal": "total", "MemAvailable": "available"}.get(key)
+        if name and value.split():
+            found[name] = int(value.split()[0]) * 1024
+    return found

@@ -1,0 +1,288 @@
+"""The HTTP door: Open Inference Protocol v2, pictures, status, metrics. Sees only `service`.
+
+Every error of every path is `{"error": "one sentence"}`; the classes of `models.errors` decide the status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import FileResponse
+
+from appliance import __version__
+from appliance.adapters import oip
+from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.service import InferRequest, Origin, Service
+from models.errors import (
+    ApplianceError,
+    BadInput,
+    DeadlineExceeded,
+    NotFound,
+    NotReady,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+)
+from models.spec import Tensor, pack_bytes
+
+STATUS: Mapping[type[ApplianceError], int] = {
+    BadInput: 400,
+    NotFound: 404,
+    TooLarge: 413,
+    Overloaded: 429,
+    DeadlineExceeded: 504,
+    Unavailable: 503,
+}
+"""Most derived class first; every other error is the appliance's own: 500."""
+
+_PAGE = Path(__file__).parent.parent / "web" / "index.html"
+
+_OFF_LOOP_BYTES = 64 * 1024
+"""JSON and tensors larger than this are read and written in a thread, not on the event loop."""
+
+_BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_PICTURE_BODY = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "image/jpeg": {"schema": {"type": "string", "format": "binary"}},
+            "image/png": {"schema": {"type": "string", "format": "binary"}},
+            "multipart/form-data": {
+                "schema": {"type": "object", "properties": {"image": {"type": "string", "format": "binary"}}}
+            },
+        },
+    }
+}
+_INFER_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}, **_BINARY}}
+}
+
+
+class Door:
+    """The routes over one service."""
+
+    def __init__(self, service: Service, registry: CollectorRegistry, *, body_limit_bytes: int) -> None:
+        """Answer for `service`; `registry` holds the metrics shown; larger bodies are refused."""
+        self._service, self._registry, self._body_limit_bytes = service, registry, body_limit_bytes
+
+    async def server_metadata(self) -> Response:
+        """What this server is and speaks."""
+        return Json({"name": "edge-appliance", "version": __version__, "extensions": list(oip.EXTENSIONS)})
+
+    async def live(self) -> Response:
+        """200 while the event loop turns."""
+        return Json({"live": True})
+
+    async def ready(self) -> Response:
+        """200 when every model has answered a golden vector rightly."""
+        unready = [f"{info.name}: {info.reason}" for info in self._service.models() if not info.ready]
+        if unready:
+            raise NotReady("; ".join(unready))
+        return Json({"ready": True})
+
+    async def repository_index(self, request: Request) -> Response:
+        """Every model with its state; the body may ask for `{"ready": true}` only."""
+        only_ready = oip.only_ready(await _body(request, self._body_limit_bytes))
+        return Json(
+            [
+                {
+                    "name": info.name,
+                    "version": info.version,
+                    "state": "READY" if info.ready else "UNAVAILABLE",
+                    "reason": info.reason,
+                }
+                for info in self._service.models()
+                if info.ready or not only_ready
+            ]
+        )
+
+    async def metadata(self, model: str, version: str | None = None) -> Response:
+        """Inputs and outputs of a model."""
+        return Json(oip.metadata(self._service.model(model, version)))
+
+    async def model_ready(self, model: str, version: str | None = None) -> Response:
+        """200 when this model has proven itself."""
+        info = self._service.model(model, version)
+        if not info.ready:
+            msg = f"{info.name}: {info.reason}"
+            raise NotReady(msg)
+        return Json({"name": info.name, "ready": True})
+
+    async def infer(self, request: Request, model: str, version: str | None = None) -> Response:
+        """Tensors in, tensors out; JSON or the binary extension."""
+        info = self._service.model(model, version)
+        body = await _body(request, self._body_limit_bytes)
+        parsed = await _off_loop(len(body), lambda: oip.parse(body, request.headers.get(oip.HEADER), info.spec))
+        response = await self._service.infer(
+            InferRequest(
+                model=model,
+                version=version,
+                tensors=parsed.tensors,
+                outputs=parsed.outputs,
+                deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
+                priority=parsed.priority or DEFAULT_PRIORITY,
+            )
+        )
+        origin = response.origin
+        head = {
+            "model_name": origin.model,
+            "model_version": origin.version,
+            "parameters": {"runtime": origin.runtime, "trust": origin.trust, "degraded": origin.degraded or ""},
+        }
+        size = sum(memoryview(tensor.data).nbytes for tensor in response.tensors)
+        content, json_length = await _off_loop(size, lambda: oip.render(parsed, head, response.tensors))
+        headers = _origin_headers(origin)
+        if json_length is None:
+            return Response(content, headers=headers, media_type="application/json")
+        headers[oip.HEADER] = str(json_length)
+        return Response(content, headers=headers, media_type="application/octet-stream")
+
+    async def predict(
+        self,
+        request: Request,
+        model: str,
+        deadline_ms: Annotated[float | None, Query(gt=0, description="answer by then or refuse")] = None,
+        priority: Annotated[int, Query(ge=1, le=10, description="1 is most urgent")] = DEFAULT_PRIORITY,
+        source: Annotated[str, Query(max_length=100, description="camera id: its latest frame wins")] = "",
+    ) -> Response:
+        """A JPEG or PNG in (raw body or multipart form), what was read out."""
+        self._service.model(model)
+        picture = await _picture(request, self._body_limit_bytes)
+        document = await self._service.predict(
+            InferRequest(
+                model=model,
+                tensors=[Tensor("image", "BYTES", (1,), pack_bytes([picture]))],
+                deadline_ms=deadline_ms,
+                priority=priority,
+                source=source,
+            )
+        )
+        return Json(document)
+
+    async def page(self) -> Response:
+        """The status page."""
+        return FileResponse(_PAGE)
+
+    async def status(self) -> Response:
+        """Everything an operator wants to know at a glance."""
+        return Json(self._service.status())
+
+    async def metrics(self) -> Response:
+        """Prometheus metrics."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def build(service: Service, registry: CollectorRegistry, *, body_limit_bytes: int) -> FastAPI:
+    """The ASGI application over `service`."""
+    app = FastAPI(
+        title="Edge appliance",
+        version=__version__,
+        docs_url=None,  # its page loads scripts from outside, which an appliance may not
+        redoc_url=None,
+    )
+    _add_errors(app)
+    door = Door(service, registry, body_limit_bytes=body_limit_bytes)
+    get, post = app.get, app.post
+    get("/v2")(door.server_metadata)
+    get("/v2/health/live")(door.live)
+    get("/v2/health/ready")(door.ready)
+    post("/v2/repository/index")(door.repository_index)
+    for model in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        get(model)(door.metadata)
+        get(f"{model}/ready")(door.model_ready)
+        post(f"{model}/infer", openapi_extra=_INFER_BODY)(door.infer)
+    post("/v1/models/{model}/predict", openapi_extra=_PICTURE_BODY)(door.predict)
+    get("/", include_in_schema=False)(door.page)
+    get("/v1/status")(door.status)
+    get("/metrics")(door.metrics)
+    return app
+
+
+class Json(Response):
+    """JSON by orjson."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:  # noqa: ANN401 - the base class's signature
+        """Bytes of `content`."""
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def ours(_request: Request, error: Exception) -> Response:
+        status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+        headers = {"retry-after": f"{max(1, round(error.retry_after_s))}"} if isinstance(error, Unavailable) else {}
+        return Json({"error": str(error)}, status, headers)
+
+    async def routing(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class
+        return Json({"error": error.detail}, error.status_code, error.headers)
+
+    async def validation(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for that class
+        first = error.errors()[0]
+        return Json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
+
+    app.add_exception_handler(ApplianceError, ours)
+    app.add_exception_handler(HTTPException, routing)
+    app.add_exception_handler(RequestValidationError, validation)
+
+
+async def _body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body, never more than `limit_bytes`, whether or not its length was announced."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
+    too_large = TooLarge(f"the body is over the limit of {limit_bytes} bytes: send a smaller one")
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise too_large
+    chunks: list[bytes] = []
+    received_bytes = 0
+    async for chunk in request.stream():
+        received_bytes += len(chunk)
+        if received_bytes > limit_bytes:
+            raise too_large
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+async def _picture(request: Request, limit_bytes: int) -> bytes:
+    body = await _body(request, limit_bytes)
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+
+        async def once() -> AsyncGenerator[bytes, None]:
+            yield body
+
+        try:
+            form = await MultiPartParser(request.headers, once(), max_files=1, max_fields=8).parse()
+        except (MultiPartException, KeyError, ValueError) as error:
+            msg = f"the form cannot be read: {error}"
+            raise BadInput(msg) from error
+        files = [value for value in form.values() if not isinstance(value, str)]
+        body = await files[0].read() if files else b""
+        await form.close()
+    if not body:
+        raise BadInput("the request carries no picture: send a JPEG or PNG as the body or as a form file")
+    return body
+
+
+async def _off_loop(size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `call` returns
+    return await asyncio.to_thread(call) if size_bytes > _OFF_LOOP_BYTES else call()
+
+
+def _origin_headers(origin: Origin) -> dict[str, str]:
+    headers = {
+        "appliance-runtime": origin.runtime,
+        "appliance-version": origin.version,
+        "appliance-trust": origin.trust,
+    }
+    return headers | ({"appliance-degraded": origin.degraded} if origin.degraded else {})

@@ -1,0 +1,275 @@
+"""Open Inference Protocol v2 documents: bytes to tensors and back. Pure.
+
+Written from the public specification (inference_rest and Triton's binary tensor extension):
+a body is JSON, or JSON of `Inference-Header-Content-Length` bytes followed by the binary tensors
+in the order listed; a header length of 0 means the whole body is the one input, raw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+
+from appliance.service import ModelInfo
+from models.errors import BadInput, ModelError
+from models.spec import DTYPES, Array, ModelSpec, Payload, Tensor, TensorSpec, element_count, pack_bytes
+
+HEADER = "inference-header-content-length"
+EXTENSIONS = ("binary_tensor_data", "schedule_policy", "model_repository")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A parsed request body."""
+
+    tensors: list[Tensor]
+    id: str | None = None
+    outputs: tuple[str, ...] | None = None
+    """Names asked for; None is all."""
+    binary: Mapping[str, bool] | None = None
+    """Output name -> whether it is wanted in binary; names that are missing follow `binary_default`."""
+    binary_default: bool = False
+    priority: int | None = None
+    timeout_us: int | None = None
+
+
+def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
+    """Read a request body. `spec` is needed only for raw bodies. Raises BadInput."""
+    if header_length is None:
+        return _parse(_json(body), memoryview(b""))
+    if not header_length.isascii() or not header_length.isdigit() or len(header_length) > 12:  # noqa: PLR2004 - 1 TB
+        msg = f"{HEADER} is {header_length[:40]!r}: it must be the number of bytes of the JSON part"
+        raise BadInput(msg)
+    length = int(header_length)
+    if length > len(body):
+        msg = f"{HEADER} is {length}, but the body has only {len(body)} bytes"
+        raise BadInput(msg)
+    if length == 0:
+        return _parse_raw(body, spec)
+    return _parse(_json(body[:length]), memoryview(body)[length:])
+
+
+def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, int | None]:
+    """A response body, and the length of its JSON part when binary tensors follow (else None).
+
+    Raises BadInput for outputs that JSON cannot carry by type, ModelError for values it cannot carry.
+    """
+    outputs: list[dict[str, Any]] = []
+    tail: list[Payload] = []
+    for tensor in tensors:
+        output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+        if (request.binary or {}).get(tensor.name, request.binary_default):
+            output["parameters"] = {"binary_data_size": memoryview(tensor.data).nbytes}
+            tail.append(tensor.data)
+        else:
+            output["data"] = _plain(tensor)
+        outputs.append(output)
+    if request.id is not None:
+        head = {**head, "id": request.id}
+    content = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
+    return (b"".join((content, *tail)), len(content)) if tail else (content, None)
+
+
+def metadata(info: ModelInfo) -> dict[str, Any]:
+    """The metadata document of a model."""
+
+    def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
+        return [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs]
+
+    return {
+        "name": info.name,
+        "versions": [info.version],
+        "platform": info.platform,
+        "inputs": tensors(info.spec.inputs),
+        "outputs": tensors(info.spec.outputs),
+    }
+
+
+def only_ready(body: bytes) -> bool:
+    """Whether a repository index request asks for ready models only; raises BadInput."""
+    return bool(body) and _json(body).get("ready") is True
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    try:
+        data = orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        msg = f"the request is not JSON: {error}"
+        raise BadInput(msg) from error
+    if not isinstance(data, dict):
+        raise BadInput("the request must be a JSON object")
+    return data
+
+
+def _parse(data: dict[str, Any], tail: memoryview) -> Request:
+    inputs = _objects(data, "inputs")
+    if not inputs:
+        raise BadInput("the request has no `inputs`")
+    tensors: list[Tensor] = []
+    for item in inputs:
+        tensor, tail = _input(item, tail)
+        tensors.append(tensor)
+    if len(tail):
+        msg = f"{len(tail)} bytes follow the last binary tensor: binary_data_size values do not add up"
+        raise BadInput(msg)
+    parameters = _parameters(data)
+    wanted = _objects(data, "outputs") if data.get("outputs") is not None else None
+    names = None if not wanted else tuple(_field(item, "name", str) for item in wanted)
+    if names and len(set(names)) != len(names):
+        raise BadInput("an output is asked for twice")
+    return Request(
+        tensors=tensors,
+        id=None if data.get("id") is None else _field(data, "id", str),
+        outputs=names,
+        binary={item["name"]: bool(_parameters(item).get("binary_data", False)) for item in wanted or ()},
+        binary_default=bool(parameters.get("binary_data_output", False)),
+        priority=_number(parameters, "priority"),
+        timeout_us=_number(parameters, "timeout"),
+    )
+
+
+def _parse_raw(body: bytes, spec: ModelSpec) -> Request:
+    if len(spec.inputs) != 1:
+        msg = f"a raw body ({HEADER}: 0) needs a model with one input, this one has {len(spec.inputs)}"
+        raise BadInput(msg)
+    want = spec.inputs[0]
+    if want.datatype == "BYTES":
+        return Request([Tensor(want.name, "BYTES", (1,), pack_bytes([body]))], binary_default=True)
+    if want.shape.count(-1) > 1:
+        msg = f"a raw body cannot say which shape {list(want.shape)} has: at most one size may be variable"
+        raise BadInput(msg)
+    item_bytes = np.dtype(DTYPES[want.datatype]).itemsize * math.prod(size for size in want.shape if size != -1)
+    count, rest = divmod(len(body), item_bytes) if item_bytes else (0, len(body))
+    if rest:
+        msg = f"the raw body has {len(body)} bytes, no multiple of the {item_bytes} that {list(want.shape)} needs"
+        raise BadInput(msg)
+    shape = tuple(count if size == -1 else size for size in want.shape)
+    return Request([Tensor(want.name, want.datatype, shape, body)], binary_default=True)
+
+
+def _input(item: dict[str, Any], tail: memoryview) -> tuple[Tensor, memoryview]:
+    name, datatype = _field(item, "name", str), _field(item, "datatype", str)
+    shape = _field(item, "shape", list)
+    if not all(isinstance(size, int) and not isinstance(size, bool) for size in shape):
+        msg = f"input {name!r}: `shape` must be a list of whole numbers"
+        raise BadInput(msg)
+    element_count(name, shape)
+    size = _number(_parameters(item), "binary_data_size")
+    if size is None:
+        return Tensor(name, datatype, tuple(shape), _payload(name, datatype, shape, item.get("data"))), tail
+    if "data" in item:
+        msg = f"input {name!r} has both `data` and `binary_data_size`: send one of them"
+        raise BadInput(msg)
+    if not 0 <= size <= len(tail):
+        msg = f"input {name!r}: binary_data_size is {size}, but {len(tail)} bytes of binary data are left"
+        raise BadInput(msg)
+    return Tensor(name, datatype, tuple(shape), tail[:size]), tail[size:]
+
+
+def _payload(name: str, datatype: str, shape: Sequence[int], data: object) -> bytes:
+    """Elements given as JSON, flat or nested, in their wire form."""
+    if not isinstance(data, list):
+        msg = f"input {name!r} has no `data` list and no binary_data_size"
+        raise BadInput(msg)
+    if datatype == "BYTES":
+        return pack_bytes(_texts(name, data))
+    dtype = DTYPES.get(datatype)
+    if dtype is None:
+        msg = f"input {name!r} has unknown datatype {datatype!r}; known: {', '.join(DTYPES)}, BYTES"
+        raise BadInput(msg)
+    if datatype == "FP16":
+        msg = f"input {name!r}: FP16 has no JSON form, send it as binary data"
+        raise BadInput(msg)
+    try:
+        array = np.asarray(data)
+    except ValueError as error:
+        msg = f"input {name!r}: `data` is ragged"
+        raise BadInput(msg) from error
+    if list(array.shape) != list(shape) and array.shape != (math.prod(shape),):
+        msg = f"input {name!r}: `data` has shape {list(array.shape)}, `shape` says {list(shape)}"
+        raise BadInput(msg)
+    return _cast(name, array, np.dtype(dtype)).tobytes()
+
+
+def _cast(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
+    kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
+    if array.size and array.dtype.kind not in kinds:
+        msg = f"input {name!r}: `data` holds values that are no {dtype.name}"
+        raise BadInput(msg)
+    if array.size and dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        if int(array.min()) < limits.min or int(array.max()) > limits.max:
+            msg = f"input {name!r}: `data` holds values outside {limits.min} .. {limits.max}"
+            raise BadInput(msg)
+    with np.errstate(over="ignore"):
+        return array.astype(dtype)
+
+
+def _texts(name: str, data: list[Any]) -> list[bytes]:
+    found: list[bytes] = []
+    stack: list[Any] = [data]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, list):
+            stack.extend(reversed(item))
+        elif isinstance(item, str):
+            found.append(item.encode())
+        else:
+            msg = f"input {name!r}: `data` of datatype BYTES must hold strings"
+            raise BadInput(msg)
+    return found
+
+
+def _plain(tensor: Tensor) -> Any:  # noqa: ANN401 - a numpy array or a list, both of which orjson writes
+    array = tensor.to_array().reshape(-1)
+    if tensor.datatype == "BYTES":
+        try:
+            return [element.decode() for element in array]
+        except UnicodeDecodeError as error:
+            msg = f"output {tensor.name!r} is not text: ask for it as binary data"
+            raise BadInput(msg) from error
+    if tensor.datatype == "FP16":
+        msg = f"output {tensor.name!r}: FP16 has no JSON form, ask for it as binary data"
+        raise BadInput(msg)
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        msg = f"output {tensor.name!r} holds NaN or infinite values, which JSON cannot carry: ask for binary data"
+        raise ModelError(msg)
+    return np.ascontiguousarray(array)
+
+
+def _objects(data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    items = _field(data, key, list)
+    if not all(isinstance(item, dict) for item in items):
+        msg = f"`{key}` must be a list of objects"
+        raise BadInput(msg)
+    return items  # type: ignore[no-any-return] # just checked
+
+
+def _field(data: dict[str, Any], key: str, kind: type) -> Any:  # noqa: ANN401 - of type `kind`
+    value = data.get(key)
+    if not isinstance(value, kind):
+        msg = f"`{key}` is missing or is no {'text' if kind is str else kind.__name__}"
+        raise BadInput(msg)
+    return value
+
+
+def _parameters(data: dict[str, Any]) -> dict[str, Any]:
+    parameters = data.get("parameters") or {}
+    if not isinstance(parameters, dict):
+        raise BadInput("`parameters` must be an object")
+    return parameters
+
+
+def _number(parameters: dict[str, Any], key: str) -> int | None:
+    value = parameters.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        msg = f"parameter `{key}` must be a whole number of 0 or more"
+        raise BadInput(msg)
+    return value

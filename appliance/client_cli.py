@@ -1,0 +1,115 @@
+"""Client commands: plain clients of the daemon's local HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Serve vision models on this device, and ask the daemon that serves them.",
+    epilog="Exit codes: 0 done, 1 refused or failed (the reason is printed), 2 wrong usage.",
+    pretty_exceptions_enable=False,
+)
+
+Url = Annotated[
+    str, typer.Option(help="address of the daemon", envvar="APPLIANCE_URL", show_default=True, metavar="URL")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+
+@app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
+def run_daemon(
+    arguments: Annotated[list[str] | None, typer.Argument(help="see: appliance run --help")] = None,
+) -> None:
+    """Start the daemon (see: appliance run --help)."""
+    # Reached only through wrappers that call the client app directly; the entry point never comes here.
+    os.execv(sys.executable, [sys.executable, "-m", "appliance", "run", *(arguments or [])])  # noqa: S606 - ourselves
+
+
+@app.command(epilog="Example: appliance infer ppocr-v4 receipt.jpg")
+def infer(
+    model: Annotated[str, typer.Argument(help="model to ask, e.g. ppocr-v4")],
+    file: Annotated[Path, typer.Argument(help="JPEG or PNG", exists=True, dir_okay=False, readable=True)],
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    deadline_ms: Annotated[float | None, typer.Option(help="give up after this long")] = None,
+) -> None:
+    """Send a picture and print what the model answers."""
+    parameters = {"deadline_ms": deadline_ms} if deadline_ms else {}
+    answer = _ask("POST", url, f"/v1/models/{model}/predict", content=file.read_bytes(), params=parameters)
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    table = Table("text", "confidence", "at", box=None)
+    for line in answer.get("lines", []):
+        table.add_row(line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
+    console = Console()
+    console.print(table if table.row_count else "no text found")
+    console.print(
+        f"{answer['model']} {answer['version']} by {answer['runtime']}"
+        f" in {answer['timing_ms']['total']:.0f} ms ({answer['trust']})",
+        style="dim",
+    )
+
+
+@app.command(epilog="Example: appliance status --json")
+def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
+    """Show what the daemon serves and how it is."""
+    answer = _ask("GET", url, "/v1/status")
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    console = Console()
+    ready = "[green]ready[/]" if answer["ready"] else "[red]not ready[/]"
+    console.print(f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}")
+    table = Table("model", "version", "state", "runtime", "precision", "trust", "pid", "restarts", box=None)
+    for model, worker in zip(answer["models"], answer["workers"], strict=True):
+        table.add_row(
+            model["name"],
+            model["version"],
+            model["reason"] or worker["state"],
+            model["runtime"] or "-",
+            ", ".join(f"{graph} {precision}" for graph, precision in sorted(model["precision"].items())) or "-",
+            model["trust"],
+            str(worker["pid"] or "-"),
+            str(worker["restarts"]),
+        )
+    console.print(table)
+    mqtt = answer["mqtt"]
+    if mqtt:
+        state = "connected" if mqtt["connected"] else f"down: {mqtt['reason']}"
+        console.print(f"mqtt {mqtt['broker']}: {state}")
+    if not answer["clock"]["synced"]:
+        console.print("the clock is not synchronised: nothing will be installed until it is", style="yellow")
+
+
+def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
+    """Ask the daemon; on failure print one sentence and exit with 1."""
+    try:
+        response = httpx.request(method, f"{url}{path}", timeout=60.0, **request)
+    except httpx.InvalidURL as error:
+        _fail(f"{url} is no address: {error}")
+    except httpx.HTTPError as error:
+        _fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+    if response.is_error:
+        try:
+            reason = response.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            reason = response.text[:200]
+        _fail(f"{reason} (HTTP {response.status_code})")
+    return response.json()
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(message, style="red", markup=False)
+    raise typer.Exit(1)

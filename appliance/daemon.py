@@ -1,0 +1,266 @@
+"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvicorn
+import uvloop
+
+import kernels
+import models
+from appliance import __version__, settings, wire
+from appliance.adapters import host, http, metrics
+from appliance.adapters.mqtt import Broker, Mqtt
+from appliance.adapters.notify import notify
+from appliance.adapters.store import Store
+from appliance.service import Bundle, Service
+from appliance.supervisor import Limits
+from models.errors import ApplianceError, BundleError, ConfigError
+from models.folder import BundleFolder
+
+log = structlog.get_logger()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the daemon until SIGTERM or SIGINT; 0 after a clean stop, 1 with a reason, 2 for wrong usage."""
+    options = _parser().parse_args(arguments)
+    _configure_log(sys.stderr.isatty())
+    try:
+        _refuse_foreign_packages()
+        config = settings.load(profile=options.profile, config=options.config, flags=_flags(options))
+        uvloop.install()
+        return asyncio.run(_run(config))
+    except ApplianceError as error:
+        print(f"appliance run: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(config: settings.Settings) -> int:
+    with contextlib.ExitStack() as cleanup:
+        store = Store(config.state_dir)
+        cleanup.callback(store.close)
+        listener = cleanup.enter_context(_listen(config.http.host, config.http.port))
+        started_at = time.time()
+        mqtt: Mqtt | None = None
+
+        def facts() -> dict[str, Any]:
+            return {
+                "clock": {
+                    "synced": config.clock.assume_synced or host.clock_synced(),
+                    "assumed": config.clock.assume_synced,
+                    "started_at": round(started_at),
+                },
+                "memory_bytes": host.memory_bytes(),
+                "mqtt": mqtt.status() if mqtt else None,
+            }
+
+        service = Service(_bundles(config, store), device_id=config.device_id or store.device_id(), facts=facts)
+        app = http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes)
+        if config.mqtt.host:
+            mqtt = Mqtt(_broker(config.mqtt), service, now=time.time)
+        else:
+            log.info("mqtt_off", why="no broker is configured (mqtt.host)")
+
+        server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
+                h11_max_incomplete_event_size=64 * 1024,
+            )
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, server.stop)
+        service.start()
+        if mqtt:
+            mqtt.start()
+        address, port = listener.getsockname()[:2]
+        log.info("serving", http=f"http://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        notify("READY=1")
+        await server.serve(sockets=[listener])
+        log.info("stopping")
+        notify("STOPPING=1")
+        if mqtt:
+            await mqtt.stop()
+        await service.stop(config.shutdown_grace_s)
+        log.info("stopped")
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with our signals: its own handling ends the process by the signal instead of with status 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """Take no new connections, answer what runs, then return from `serve`."""
+        self.should_exit = True
+
+
+def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
+    limits = Limits(
+        queue=config.limits.queue,
+        concurrency=config.limits.concurrency,
+        hang_s=config.limits.hang_s,
+        body_bytes=config.http.body_limit_bytes,
+    )
+    machine = {"cpu": host.cpu_name(), "onnxruntime": version("onnxruntime")}
+    found = [_open_bundle(path, config, limits, store, machine) for path in config.bundles]
+    for name, path in config.onnx.items():
+        if not path.is_file():
+            msg = f"{path} is no file: give --onnx NAME=FILE an ONNX file"
+            raise ConfigError(msg)
+        order = wire.Open(name=name, runtime=config.runtime, onnx=str(path.resolve()), concurrency=limits.concurrency)
+        found.append(Bundle(order, limits, manifest=None, on_ready=lambda _ready: None))
+    names = [bundle.name for bundle in found]
+    if len(set(names)) != len(names):
+        msg = f"two models go by the same name: {', '.join(sorted(names))}"
+        raise ConfigError(msg)
+    return found
+
+
+def _open_bundle(
+    path: Path, config: settings.Settings, limits: Limits, store: Store, machine: dict[str, str]
+) -> Bundle:
+    folder = BundleFolder(path)
+    manifest = folder.manifest
+    shipped = folder.measurements("cpu")
+    known = shipped.get("latency_ms", {}) if shipped.get("machine") == machine else {}
+
+    def keep(ready: wire.Ready) -> None:
+        if ready.latency_ms:
+            asyncio.get_running_loop().run_in_executor(
+                None, store.keep_latency_ms, manifest.digest, machine, ready.latency_ms
+            )
+
+    order = wire.Open(
+        name=manifest.name,
+        runtime=config.runtime,
+        bundle=str(path.resolve()),
+        precision=config.precision,
+        concurrency=limits.concurrency,
+        latency_ms=store.latency_ms(manifest.digest, machine) or known,
+        max_pixels=config.limits.picture_pixels,
+    )
+    return Bundle(order, limits, manifest=manifest, on_ready=keep)
+
+
+def _broker(config: settings.Mqtt) -> Broker:
+    return Broker(
+        host=config.host,
+        port=config.port,
+        username=config.username,
+        password=config.password.get_secret_value(),
+        keepalive_s=config.keepalive_s,
+        longest_retry_s=config.longest_retry_s,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        msg = f"cannot listen on {address}:{port} ({error.strerror}): stop its user, or choose with --http HOST:PORT"
+        raise ConfigError(msg) from error
+    return listener
+
+
+def _refuse_foreign_packages() -> None:
+    """`models` and `kernels` are common names: another package of that name would be silently used."""
+    home = Path(__file__).parent.parent
+    for package in (models, kernels):
+        where = Path(package.__file__ or "").parent.parent
+        if where != home:
+            msg = (
+                f"package {package.__name__!r} comes from {where}, not from {home}: "
+                "install the appliance into an environment of its own"
+            )
+            raise BundleError(msg)
+
+
+def _configure_log(terminal: bool) -> None:
+    renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+
+
+def _flags(options: argparse.Namespace) -> dict[str, Any]:
+    flags: dict[str, Any] = {}
+    if options.bundle:
+        flags["bundles"] = tuple(options.bundle)
+    if options.onnx:
+        flags["onnx"] = dict(options.onnx)
+    if options.http:
+        flags["http"] = dict(zip(("host", "port"), options.http, strict=True))
+    if options.mqtt:
+        flags["mqtt"] = dict(zip(("host", "port"), options.mqtt, strict=True))
+    for name in ("state_dir", "precision"):
+        if getattr(options, name) is not None:
+            flags[name] = getattr(options, name)
+    return flags
+
+
+def _address(text: str) -> tuple[str, int]:
+    name, colon, port = text.rpartition(":")
+    if not colon or not port.isdigit():
+        msg = f"{text!r} is not HOST:PORT"
+        raise argparse.ArgumentTypeError(msg)
+    return name.strip("[]"), int(port)
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    name, equals, path = text.partition("=")
+    if not equals or not name or not path:
+        msg = f"{text!r} is not NAME=FILE"
+        raise argparse.ArgumentTypeError(msg)
+    return name, Path(path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="appliance run",
+        description="Serve models over local HTTP, and over MQTT when a broker is given.",
+        epilog="Example: appliance run --bundle ./ppocr-v4 --http 127.0.0.1:8080   "
+        "Exit codes: 0 stopped cleanly, 1 could not run (the reason is printed), 2 wrong usage.",
+    )
+    add = parser.add_argument
+    add("--bundle", metavar="DIR", type=Path, action="append", help="bundle folder to serve; may be repeated")
+    add("--onnx", metavar="NAME=FILE", type=_named_file, action="append", help="bare ONNX file to serve, unverified")
+    add("--http", metavar="HOST:PORT", type=_address, help="address to listen on (default 127.0.0.1:8080)")
+    add("--mqtt", metavar="HOST:PORT", type=_address, help="MQTT 5 broker to connect to (default: none)")
+    add("--precision", choices=("auto", "fp32", "int8"), help="force a precision that passed the gate (default auto)")
+    add("--state-dir", metavar="DIR", type=Path, help="where the daemon keeps its state")
+    add("--config", metavar="FILE", type=Path, help=f"settings (default {settings.SYSTEM_CONFIG} when it exists)")
+    add("--profile", metavar="NAME", default="cpu", help="defaults for a kind of machine (default cpu)")
+    return parser

@@ -1,0 +1,93 @@
+"""onnxruntime behind the seam. The only file of the daemon that imports onnxruntime."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnxruntime as ort
+
+from models.errors import BadInput, BundleError, ModelError
+from models.spec import Array, ModelSpec, TensorSpec
+
+_DATATYPES = {
+    "tensor(bool)": "BOOL",
+    "tensor(uint8)": "UINT8",
+    "tensor(uint16)": "UINT16",
+    "tensor(uint32)": "UINT32",
+    "tensor(uint64)": "UINT64",
+    "tensor(int8)": "INT8",
+    "tensor(int16)": "INT16",
+    "tensor(int32)": "INT32",
+    "tensor(int64)": "INT64",
+    "tensor(float16)": "FP16",
+    "tensor(float)": "FP32",
+    "tensor(double)": "FP64",
+    "tensor(string)": "BYTES",
+}
+
+
+class OnnxRuntime:
+    """onnxruntime on the CPU."""
+
+    name = "onnxruntime-cpu"
+
+    def open(self, graph: bytes, *, threads: int) -> OnnxSession:
+        """Open a graph; one intra-op thread makes results repeatable to the bit on one machine."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Spinning threads would steal the core that decodes the next picture.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            session = ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+            return OnnxSession(session)
+        except Exception as error:  # onnxruntime raises a dozen unrelated types
+            msg = f"onnxruntime cannot load this graph: {_first_line(error)}"
+            raise BundleError(msg) from error
+
+
+class OnnxSession:
+    """One graph in onnxruntime; thread-safe, because onnxruntime's own `run` is."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        """Describe `session`; raises BundleError for inputs that are no plain tensors."""
+        self._session: ort.InferenceSession | None = session
+        self.spec = ModelSpec(
+            inputs=tuple(_tensor_spec(node) for node in session.get_inputs()),
+            outputs=tuple(_tensor_spec(node) for node in session.get_outputs()),
+        )
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """See `Session.run`."""
+        if self._session is None:
+            msg = "the session is closed"
+            raise ModelError(msg)
+        names = list(outputs) if outputs is not None else [tensor.name for tensor in self.spec.outputs]
+        try:
+            values = self._session.run(names, dict(inputs))
+        except Exception as error:
+            message = _first_line(error)
+            if "INVALID_ARGUMENT" in message:
+                msg = f"the model refuses these inputs: {message}"
+                raise BadInput(msg) from error
+            msg = f"the model failed: {message}"
+            raise ModelError(msg) from error
+        return dict(zip(names, values, strict=True))
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        self._session = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:400]
+
+
+def _tensor_spec(node: ort.NodeArg) -> TensorSpec:
+    datatype = _DATATYPES.get(node.type)
+    if datatype is None:
+        msg = f"tensor {node.name!r} has type {node.type}, which cannot travel over the protocol"
+        raise BundleError(msg)
+    shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
+    return TensorSpec(node.name, datatype, shape)

@@ -1,0 +1,179 @@
+"""What an operator may set: flags, then `APPLIANCE_*` variables, then one TOML file, then a profile.
+
+A nested key is written `http.port` in messages, `[http] port` in the file, and
+`APPLIANCE_HTTP__PORT` in the environment.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from models.errors import ConfigError
+
+ENV_PREFIX = "APPLIANCE_"
+PROFILES = Path(__file__).parent / "profiles"
+SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Http(_Part):
+    """The local HTTP door."""
+
+    host: str = Field(default="127.0.0.1", description="address to listen on; only loopback is allowed so far")
+    port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port and prints it")
+    body_limit_bytes: int = Field(default=16 * 1024 * 1024, gt=0, description="larger bodies are refused")
+
+
+class Mqtt(_Part):
+    """The fleet's broker; no host means no MQTT."""
+
+    host: str = Field(default="", description="broker to connect to")
+    port: int = Field(default=1883, ge=1, le=65535)
+    username: str = ""
+    password: SecretStr = SecretStr("")
+    keepalive_s: int = Field(default=30, ge=5, le=3600, description="a silent broker is given up after 1.5 times this")
+    longest_retry_s: float = Field(default=60.0, gt=0, description="longest wait between two tries to connect")
+
+
+class Limits(_Part):
+    """Bounds of each model."""
+
+    queue: int = Field(default=64, gt=0, description="requests that may wait for one model")
+    concurrency: int = Field(default=2, gt=0, le=64, description="runs at the same time in one worker")
+    hang_s: float = Field(default=20.0, gt=0, description="a run that takes longer is taken for hung")
+    picture_pixels: int = Field(default=64_000_000, gt=0, description="larger pictures are refused before decoding")
+
+
+class Clock(_Part):
+    """How far the wall clock is believed."""
+
+    assume_synced: bool = Field(default=False, description="take the clock for synchronised; shown in status")
+
+
+class Settings(BaseSettings):
+    """Everything the daemon is told, made once at start."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", validate_default=True
+    )
+
+    bundles: tuple[Path, ...] = Field(default=(), description="bundle folders to serve")
+    onnx: Mapping[str, Path] = Field(default={}, description="bare ONNX files to serve by name, unverified")
+    precision: str = Field(default="auto", description="auto: the fastest that passed; fp32 or int8 force it")
+    runtime: str = Field(default="onnxruntime-cpu", description="what runs the graphs")
+    state_dir: Path = Field(default=Path("/var/lib/appliance"), description="everything the daemon keeps")
+    device_id: str = Field(default="", description="name in the fleet; made and kept in state_dir when empty")
+    shutdown_grace_s: float = Field(default=20.0, gt=0, description="running work may take this long at the end")
+    http: Http = Http()
+    mqtt: Mqtt = Mqtt()
+    limits: Limits = Limits()
+    clock: Clock = Clock()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags and the files come in through `init_settings`, merged by `load`."""
+        del settings_cls, env_settings, dotenv_settings, file_secret_settings
+        return (init_settings,)
+
+
+def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Settings:
+    """Merge all sources; raises ConfigError naming the key, and the nearest known one for a typing error."""
+    known_profiles = sorted(path.stem for path in PROFILES.glob("*.toml"))
+    if profile not in known_profiles:
+        msg = f"there is no profile {profile!r}; known: {', '.join(known_profiles)}"
+        raise ConfigError(msg)
+    if config is not None and not config.is_file():
+        msg = f"the configuration file {config} does not exist"
+        raise ConfigError(msg)
+    if config is None and SYSTEM_CONFIG.is_file():
+        config = SYSTEM_CONFIG
+    _refuse_unknown_variables()
+    merged: dict[str, Any] = {"state_dir": default_state_dir()}
+    try:
+        for file in (PROFILES / f"{profile}.toml", config):
+            if file is not None:
+                merged = _merge(merged, TomlConfigSettingsSource(Settings, file)())
+        merged = _merge(merged, EnvSettingsSource(Settings)())
+        settings = Settings(**_merge(merged, flags))
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from error
+    except ValueError as error:
+        msg = f"{config or 'the environment'} cannot be read: {error}"
+        raise ConfigError(msg) from error
+    if settings.http.host not in {"127.0.0.1", "::1", "localhost"}:
+        msg = (
+            f"http.host is {settings.http.host!r}, but this version serves on loopback only, because it has no tokens "
+            "and no TLS yet: put a reverse proxy with authentication in front of 127.0.0.1"
+        )
+        raise ConfigError(msg)
+    return settings
+
+
+def default_state_dir() -> Path:
+    """/var/lib/appliance for root, the user's state folder otherwise."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/appliance")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "appliance"
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        both_tables = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both_tables else value
+    return merged
+
+
+def _keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    found = []
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += _keys(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def _refuse_unknown_variables() -> None:
+    known = {f"{ENV_PREFIX}{key.replace('.', '__')}".upper() for key in _keys(Settings)}
+    known |= {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
+    for variable in os.environ:
+        if variable.startswith(ENV_PREFIX) and variable not in known:
+            msg = f"the environment sets {variable}, which is no setting{_nearest(variable, known)}"
+            raise ConfigError(msg)
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"{key} is no setting{_nearest(key, _keys(Settings))}"
+    return f"{key}: {first['msg']}"
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -1,0 +1,205 @@
+"""Messages between the daemon and a worker, over one SOCK_SEQPACKET pair.
+
+A message is a dataclass below and a list of payloads. Small payloads (64 KiB in all) travel in
+the message, larger ones in the sender's arena, named by a slot that the receiver gives back with
+`Free`. A SEQPACKET socket keeps message boundaries, so there is no framing and no partial read.
+
+    daemon -> worker    Open (first, with the two arenas), Run, Free, Stop
+    worker -> daemon    Ready or Failed (once), Done or Error (once a Run), Free
+"""
+
+from __future__ import annotations
+
+import array
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import orjson
+
+from appliance.arena import Arena, Slot
+from models import schema
+from models.spec import ModelSpec, Payload, Tensor
+
+INLINE_BYTES = 64 * 1024
+MESSAGE_BYTES = 192 * 1024  # under Linux's default socket buffer, which bounds one message
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Load a model: a bundle folder, or one bare ONNX file."""
+
+    name: str
+    runtime: str
+    bundle: str = ""
+    onnx: str = ""
+    precision: str = "auto"
+    concurrency: int = 1
+    latency_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Graph -> precision -> measured latency on this machine, when it is already known."""
+    max_pixels: int = 64_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHead:
+    """A tensor without its payload."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Work: `graph` "" is the bundle's task on the pictures of tensor `image`."""
+
+    id: int
+    graph: str
+    tensors: tuple[TensorHead, ...]
+    outputs: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """The receiver has finished with these slots of the sender's arena: (offset, length, generation)."""
+
+    slots: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Finish the work in hand, then exit 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInfo:
+    """One graph as it was opened."""
+
+    spec: ModelSpec
+    precision: str
+    runtime: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The model is loaded and has answered a golden vector rightly (a bare file: has run once)."""
+
+    graphs: Mapping[str, GraphInfo]
+    task: str
+    version: str
+    digest: str
+    runtime: str
+    load_s: float
+    latency_ms: Mapping[str, Mapping[str, float]]
+    unproven: str = ""
+    """Why a bare file could not be run once at load; empty when it could."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The model cannot be loaded; the worker exits."""
+
+    error: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An answer, with the milliseconds spent in each part."""
+
+    id: int
+    tensors: tuple[TensorHead, ...]
+    timing_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """A refusal or a failure of one run."""
+
+    id: int
+    error: str
+    message: str
+
+
+Message: TypeAlias = Open | Run | Free | Stop | Ready | Failed | Done | Error
+_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Open, Run, Free, Stop, Ready, Failed, Done, Error)}
+
+
+def encode(message: Message, payloads: Sequence[Payload] = (), arena: Arena | None = None) -> tuple[bytes, list[Slot]]:
+    """Bytes of a message, and the slots of `arena` that its large payloads were copied into.
+
+    Raises ArenaFullError, leaving the arena as it was.
+    """
+    inline: list[Payload] = []
+    inline_bytes = 0
+    places: list[int | tuple[int, int, int]] = []
+    slots: list[Slot] = []
+    try:
+        for payload in payloads:
+            length = memoryview(payload).nbytes
+            if arena is not None and inline_bytes + length > INLINE_BYTES:
+                slot = arena.put(payload)
+                slots.append(slot)
+                places.append((slot.offset, slot.length, slot.generation))
+            else:
+                inline.append(payload)
+                inline_bytes += length
+                places.append(length)
+    except BaseException:
+        for slot in slots:
+            assert arena is not None  # noqa: S101 - slots exist only with an arena
+            arena.free(slot)
+        raise
+    head = orjson.dumps({"kind": type(message).__name__, "body": message, "places": places})
+    return b"".join((_LENGTH.pack(len(head)), head, *inline)), slots
+
+
+def decode(data: bytes, arena: Arena | None = None) -> tuple[Message, list[Payload], list[Slot]]:
+    """The message, its payloads (views of `data` or of the peer's `arena`), and the slots to give back."""
+    (length,) = _LENGTH.unpack_from(data)
+    head: dict[str, Any] = orjson.loads(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
+    at = _LENGTH.size + length
+    payloads: list[Payload] = []
+    slots: list[Slot] = []
+    for place in head["places"]:
+        if isinstance(place, int):
+            payloads.append(memoryview(data)[at : at + place])
+            at += place
+        else:
+            assert arena is not None  # noqa: S101 - the peer uses an arena only after passing it
+            slot = Slot(*place)
+            payloads.append(arena.get(slot))
+            slots.append(slot)
+    return schema.load(_KINDS[head["kind"]], head["body"]), payloads, slots
+
+
+def heads(tensors: Sequence[Tensor]) -> tuple[TensorHead, ...]:
+    """Tensors without their payloads."""
+    return tuple(TensorHead(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def join(tensor_heads: Sequence[TensorHead], payloads: Sequence[Payload]) -> list[Tensor]:
+    """Tensors from their heads and payloads."""
+    return [
+        Tensor(head.name, head.datatype, head.shape, payload)
+        for head, payload in zip(tensor_heads, payloads, strict=True)
+    ]
+
+
+def send_with_fds(sock: socket.socket, data: bytes, fds: Sequence[int]) -> None:
+    """Send a message together with file descriptors, which the receiver gets as its own copies."""
+    sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
+
+
+def receive_with_fds(sock: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """Receive a message and up to `count` file descriptors, closed on exec."""
+    size = socket.CMSG_SPACE(count * array.array("i").itemsize)
+    data, ancillary, _flags, _address = sock.recvmsg(MESSAGE_BYTES, size, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, list(fds)

@@ -1,0 +1,1 @@
+"""How the hard operators of a recogniser are computed."""

@@ -1,0 +1,198 @@
+"""The manifest of a bundle: what ships, in canonical bytes whose digest is the bundle's identity.
+
+A bundle is a folder:
+
+    manifest.json               canonical bytes of `Manifest`; its sha256 is the content digest
+    blobs/sha256/<hex>          everything the manifest names, content-addressed
+    measurements/<target>.json  what was measured on one machine: advisory, outside the digest
+
+This module is pure: it takes and returns bytes and values. `models.folder` reads the disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from models import schema
+from models.errors import BundleError
+from models.spec import ModelSpec
+
+FORMAT = 1
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """A file of the bundle, named by its content."""
+
+    sha256: str
+    size_bytes: int
+
+    @classmethod
+    def of(cls, content: bytes) -> Blob:
+        """Name `content`."""
+        return cls(hashlib.sha256(content).hexdigest(), len(content))
+
+    def check(self, content: bytes) -> None:
+        """Raise BundleError unless `content` is what this blob names."""
+        if Blob.of(content) != self:
+            msg = f"blob {self.sha256[:12]} is damaged: fetch or build the bundle again"
+            raise BundleError(msg)
+
+
+@dataclass(frozen=True, slots=True)
+class Golden:
+    """Known answers of one graph in one precision: both blobs are npz files keyed by tensor name.
+
+    `tolerance` is the largest absolute difference of a float output;
+    `mismatch` the largest share of elements of an integer output that may differ.
+    """
+
+    inputs: Blob
+    outputs: Blob
+    tolerance: float
+    mismatch: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Quality on the gate lines: exact match and character error rate (CER), shares between 0 and 1."""
+
+    exact: float
+    cer: float
+    lines: int
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One precision of a graph that passed the gate."""
+
+    graph: Blob
+    golden: Golden
+    accuracy: Accuracy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One graph of a bundle in every precision ("fp32", "int8") that passed the gate."""
+
+    spec: ModelSpec
+    variants: Mapping[str, Variant]
+    original: Accuracy | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Precisions that were built and missed a limit, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSpec:
+    """Which file of `models.tasks` turns pictures into answers, and its settings."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    labels: Blob | None = None
+    """UTF-8 text, one label a line, in class order; the blank of a CTC head is not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a graph came from."""
+
+    package: str
+    version: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the build with the digests of what went in and what came out."""
+
+    name: str
+    graph: str
+    input: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """How the bundle was made: enough to make it again."""
+
+    recipe_sha256: str
+    data_sha256: Mapping[str, str]
+    """Data split name -> digest of its files and labels."""
+    tools: Mapping[str, str]
+    sources: tuple[Source, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The versioned set that ships."""
+
+    name: str
+    version: str
+    licence: str
+    task: TaskSpec
+    graphs: Mapping[str, Graph]
+    provenance: Provenance
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        """Refuse names that could not stand in a path or a topic."""
+        for name in (self.name, self.version, *self.graphs):
+            if not _NAME.fullmatch(name):
+                msg = f"{name!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
+                raise BundleError(msg)
+        for blob in self.blobs():
+            if not _SHA256.fullmatch(blob.sha256) or blob.size_bytes < 0:
+                msg = f"manifest names a blob {blob.sha256[:80]!r} that is no sha256"
+                raise BundleError(msg)
+
+    def blobs(self) -> list[Blob]:
+        """Every blob the manifest names, each once."""
+        found = {}
+        if self.task.labels:
+            found[self.task.labels.sha256] = self.task.labels
+        for graph in self.graphs.values():
+            for variant in graph.variants.values():
+                for blob in (variant.graph, variant.golden.inputs, variant.golden.outputs):
+                    found[blob.sha256] = blob
+        return list(found.values())
+
+    def to_bytes(self) -> bytes:
+        """Canonical bytes: JSON with sorted keys, no white space, UTF-8, the format always written."""
+        data = schema.dump(self) | {"format": self.format}
+        return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+    @property
+    def digest(self) -> str:
+        """The bundle's identity: sha256 of its canonical bytes."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Manifest:
+        """Parse and check; raises BundleError for anything but the canonical bytes of a known format."""
+        try:
+            data = json.loads(content)
+        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            msg = f"manifest.json is not JSON ({error}): fetch or build the bundle again"
+            raise BundleError(msg) from error
+        written = data.get("format") if isinstance(data, dict) else None
+        if written != FORMAT:
+            msg = f"manifest has format {written!r}, this version reads {FORMAT}: update the appliance"
+            raise BundleError(msg)
+        try:
+            manifest = schema.load(cls, data)
+        except schema.SchemaError as error:
+            msg = f"manifest.json does not fit: {error}"
+            raise BundleError(msg) from error
+        if manifest.to_bytes() != content:
+            msg = "manifest.json is not in canonical form, so its digest means nothing: build the bundle again"
+            raise BundleError(msg)
+        return manifest

@@ -1,0 +1,124 @@
+"""Every error this project raises, split by whose fault it is.
+
+    ApplianceError
+    ├── CallerError            the request is wrong: sending it again unchanged fails again
+    │   ├── BadInput             a tensor, a picture or a field cannot be used
+    │   ├── TooLarge             over a size limit
+    │   └── NotFound             no such model, version, graph or command
+    ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
+    │   ├── Overloaded           the queue is full
+    │   ├── NotReady             the model is loading, restarting or quarantined
+    │   ├── WorkerLost           the worker died or hung while it held the request
+    │   └── DeadlineExceeded     the caller's own deadline passed first
+    ├── ModelError             the model or its runtime failed on a valid request
+    ├── BundleError            what was packed is damaged, foreign or not for this device
+    ├── ConfigError            the operator's settings or command line
+    └── WorkshopError          provisioning could not do what was asked
+        ├── SourceError          the checkpoint or the labelled data is missing or unusable
+        └── GateFailed           the result was measured and is not good enough
+
+A message says what happened, why, and what to do, in one or two sentences.
+Doors (HTTP, MQTT, command line) map classes to their own answers; nothing else does.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "ApplianceError",
+    "BadInput",
+    "BundleError",
+    "CallerError",
+    "ConfigError",
+    "DeadlineExceeded",
+    "GateFailed",
+    "ModelError",
+    "NotFound",
+    "NotReady",
+    "Overloaded",
+    "SourceError",
+    "TooLarge",
+    "Unavailable",
+    "WorkerLost",
+    "WorkshopError",
+    "error_from_name",
+]
+
+
+class ApplianceError(Exception):
+    """Base of all errors of this project."""
+
+
+class CallerError(ApplianceError):
+    """The caller's fault; the same request will fail again."""
+
+
+class BadInput(CallerError):
+    """An input cannot be used: wrong name, shape, type, or not a picture."""
+
+
+class TooLarge(CallerError):
+    """An input is over a stated limit of bytes, pixels or elements."""
+
+
+class NotFound(CallerError):
+    """The named model, version, graph or command does not exist here."""
+
+
+class Unavailable(ApplianceError):
+    """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
+
+    retry_after_s: ClassVar[float] = 1.0
+
+
+class Overloaded(Unavailable):
+    """The queue of this model is full."""
+
+
+class NotReady(Unavailable):
+    """The model is loading, restarting or quarantined."""
+
+
+class WorkerLost(Unavailable):
+    """The worker process died or hung while it held this request."""
+
+
+class DeadlineExceeded(Unavailable):
+    """The deadline that the caller set passed before an answer existed."""
+
+
+class ModelError(ApplianceError):
+    """The model or its runtime failed on a request that passed every check."""
+
+
+class BundleError(ApplianceError):
+    """A bundle is damaged, of a format we do not know, or not for this device."""
+
+
+class ConfigError(ApplianceError):
+    """The operator's settings or command line cannot be used."""
+
+
+class WorkshopError(ApplianceError):
+    """Provisioning could not do what was asked."""
+
+
+class SourceError(WorkshopError):
+    """A source model or labelled data is missing or unusable."""
+
+
+class GateFailed(WorkshopError):
+    """A result was measured and missed a limit of its recipe."""
+
+
+def _tree(root: type[ApplianceError]) -> dict[str, type[ApplianceError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found |= _tree(child)
+    return found
+
+
+def error_from_name(name: str, message: str) -> ApplianceError:
+    """Rebuild an error that crossed a process boundary; unknown names become `ModelError`."""
+    return _tree(ApplianceError).get(name, ModelError)(message)

@@ -1,0 +1,168 @@
+"""Tensors as they are named on the wire, and the specification of a model's inputs and outputs.
+
+Datatype names are those of the Open Inference Protocol ("FP32", "INT64", "BYTES", ...).
+A tensor's payload is its elements in row-major order, little-endian, without padding;
+an element of BYTES is a uint32 length followed by that many bytes. This is the protocol's
+binary form, so a payload travels from an HTTP body to a worker without being touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from models.errors import BadInput
+
+Array: TypeAlias = npt.NDArray[Any]
+Payload: TypeAlias = "bytes | bytearray | memoryview"
+
+DTYPES: Mapping[str, npt.DTypeLike] = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+"""Datatype name -> numpy dtype, for every type with elements of fixed size (all but BYTES)."""
+
+_NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+_LENGTH_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One input or output: a variable dimension is -1; `layout` names the axes, e.g. "NCHW"."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    layout: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """The tensors that go into a graph and come out of it."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor in its wire form. `data` is borrowed: it may lie in a request body or shared memory."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Payload
+
+    @classmethod
+    def from_array(cls, name: str, array: Array) -> Tensor:
+        """Wrap a numpy array (object arrays hold `bytes`); contiguous arrays are not copied."""
+        if array.dtype == np.object_:
+            return cls(name, "BYTES", array.shape, pack_bytes(array.reshape(-1).tolist()))
+        datatype = _NAMES.get(array.dtype)
+        if datatype is None:
+            msg = f"tensor {name!r} has dtype {array.dtype}, which has no datatype name"
+            raise BadInput(msg)
+        flat = np.ascontiguousarray(array).reshape(-1)
+        return cls(name, datatype, array.shape, flat.view(np.uint8).data)
+
+    def to_array(self) -> Array:
+        """Return a numpy array of `shape`; fixed-size types are views of `data`, never copies.
+
+        Raises BadInput when datatype, shape and payload length do not agree.
+        """
+        count = element_count(self.name, self.shape)
+        if self.datatype == "BYTES":
+            elements = unpack_bytes(self.name, self.data, count)
+            array = np.empty(count, dtype=np.object_)
+            array[:] = elements
+            return array.reshape(self.shape)
+        dtype = DTYPES.get(self.datatype)
+        if dtype is None:
+            msg = f"tensor {self.name!r} has unknown datatype {self.datatype!r}; known: {', '.join(DTYPES)}, BYTES"
+            raise BadInput(msg)
+        have_bytes = memoryview(self.data).nbytes
+        need_bytes = count * np.dtype(dtype).itemsize
+        if have_bytes != need_bytes:
+            msg = (
+                f"tensor {self.name!r} carries {have_bytes} bytes, "
+                f"but {self.datatype} {list(self.shape)} needs {need_bytes}"
+            )
+            raise BadInput(msg)
+        return np.frombuffer(self.data, dtype=dtype).reshape(self.shape)
+
+
+def element_count(name: str, shape: Sequence[int]) -> int:
+    """Number of elements of `shape`; raises BadInput for negative or absurd dimensions."""
+    if any(size < 0 for size in shape):
+        msg = f"tensor {name!r} has shape {list(shape)}: every dimension must be 0 or more"
+        raise BadInput(msg)
+    count = math.prod(shape)
+    if count > 2**40:
+        msg = f"tensor {name!r} has shape {list(shape)}: more elements than any request can carry"
+        raise BadInput(msg)
+    return count
+
+
+def pack_bytes(elements: Sequence[bytes]) -> bytes:
+    """Payload of a BYTES tensor."""
+    return b"".join(len(element).to_bytes(_LENGTH_BYTES, "little") + element for element in elements)
+
+
+def unpack_bytes(name: str, payload: Payload, count: int) -> list[bytes]:
+    """Elements of a BYTES payload; raises BadInput unless it holds exactly `count` elements."""
+    view = memoryview(payload).cast("B")
+    elements: list[bytes] = []
+    at = 0
+    while at < len(view):
+        end = at + _LENGTH_BYTES
+        length = int.from_bytes(view[at:end], "little")
+        if end > len(view) or end + length > len(view):
+            msg = f"tensor {name!r}: element {len(elements)} of the BYTES payload is cut short"
+            raise BadInput(msg)
+        elements.append(bytes(view[end : end + length]))
+        at = end + length
+    if len(elements) != count:
+        msg = f"tensor {name!r} holds {len(elements)} BYTES elements, but its shape says {count}"
+        raise BadInput(msg)
+    return elements
+
+
+def check_inputs(spec: ModelSpec, inputs: Sequence[Tensor]) -> None:
+    """Raise BadInput with one sentence when `inputs` are not what `spec` asks for."""
+    by_name = {tensor.name: tensor for tensor in inputs}
+    wanted = {tensor.name for tensor in spec.inputs}
+    if len(by_name) != len(inputs):
+        msg = f"an input is given twice: {sorted(tensor.name for tensor in inputs)}"
+        raise BadInput(msg)
+    if set(by_name) != wanted:
+        msg = f"inputs are {sorted(by_name)}, but this model takes {sorted(wanted)}"
+        raise BadInput(msg)
+    for want in spec.inputs:
+        have = by_name[want.name]
+        if have.datatype != want.datatype:
+            msg = f"input {want.name!r} has datatype {have.datatype}, but this model takes {want.datatype}"
+            raise BadInput(msg)
+        fits = len(have.shape) == len(want.shape) and all(
+            size == limit or (limit == -1 and size >= 0) for size, limit in zip(have.shape, want.shape, strict=True)
+        )
+        if not fits:
+            msg = (
+                f"input {want.name!r} has shape {list(have.shape)}, "
+                f"but this model takes {list(want.shape)} (-1 is any size)"
+            )
+            raise BadInput(msg)
