@@ -11,207 +11,21 @@ import os
 import queue
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-import orjson
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
-from appliance.runtime import Session, choose
-from models import tasks
-from models.bundle import Golden, Graph, TaskSpec
-from models.errors import ApplianceError, BadInput, BundleError, ModelError, NotFound
-from models.folder import BundleFolder
-from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec, check_inputs
-from models.tasks.picture import decode_picture
+from models.errors import ApplianceError, BadInput, ModelError
+from models.spec import Payload, Tensor
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from appliance.model import Model
 
-PICTURE = TensorSpec("image", "BYTES", (-1,))
-RESULT = TensorSpec("result", "BYTES", (-1,))
-_TRIED_SIZES = (1, 32, 224, 320, 8, 640)
 _ANSWER_WAIT_S = 10.0
-
-
-class Model:
-    """What is open in this worker: sessions by graph name, and the bundle's task."""
-
-    def __init__(self, order: wire.Open) -> None:
-        """Load and prove the model of `order`; raises BundleError when it cannot be trusted."""
-        started = time.perf_counter()
-        self._max_pixels = order.max_pixels
-        self._sessions: dict[str, Session] = {}
-        self.precisions: dict[str, str] = {}
-        self.latency_ms: dict[str, dict[str, float]] = {}
-        self.unproven = ""
-        self.runtime = choose(order.runtime)
-        if order.bundle:
-            folder = BundleFolder(Path(order.bundle))
-            self.version, self.digest = folder.manifest.version, folder.manifest.digest
-            self.task_kind = folder.manifest.task.kind
-            self._task = tasks.make(folder.manifest.task, folder.read_labels())
-            for name, graph in folder.manifest.graphs.items():
-                self._open_best(folder, name, graph, order)
-        else:
-            self.version, self.digest, self.task_kind = "1", "", "tensors"
-            self._task = tasks.make(TaskSpec("tensors"), [])
-            self._open_bare(Path(order.onnx))
-        self.load_s = time.perf_counter() - started
-
-    def describe(self) -> wire.Ready:
-        """What the daemon needs to know of it."""
-        return wire.Ready(
-            graphs={
-                name: wire.GraphInfo(session.spec, self.precisions[name], self.runtime.name)
-                for name, session in self._sessions.items()
-            },
-            task=self.task_kind,
-            version=self.version,
-            digest=self.digest,
-            runtime=self.runtime.name,
-            load_s=self.load_s,
-            latency_ms=self.latency_ms,
-            unproven=self.unproven,
-        )
-
-    def infer(
-        self, graph: str, inputs: Sequence[Tensor], outputs: Sequence[str] | None
-    ) -> tuple[list[Tensor], dict[str, float]]:
-        """Run one graph on raw tensors."""
-        session = self._session(graph)
-        check_inputs(session.spec, inputs)
-        known = {tensor.name for tensor in session.spec.outputs}
-        for name in outputs or ():
-            if name not in known:
-                msg = f"there is no output {name!r}; this model gives {', '.join(sorted(known))}"
-                raise BadInput(msg)
-        arrays = {tensor.name: tensor.to_array() for tensor in inputs}
-        answers, inference_ms = _timed(lambda: session.run(arrays, outputs))
-        return [Tensor.from_array(name, array) for name, array in answers.items()], {"inference": inference_ms}
-
-    def predict(self, pictures: Tensor) -> tuple[list[Tensor], dict[str, float]]:
-        """Answer for each encoded picture of a BYTES tensor, as JSON."""
-        check_inputs(ModelSpec(inputs=(PICTURE,), outputs=(RESULT,)), [pictures])
-        timing_ms = {"decode": 0.0, "inference": 0.0, "processing": 0.0}
-
-        def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-            answers, inference_ms = _timed(lambda: self._session(graph).run(inputs))
-            timing_ms["inference"] += inference_ms
-            return answers
-
-        def answer(content: bytes) -> bytes:
-            picture_HWC, decode_ms = _timed(lambda: decode_picture(content, self._max_pixels))  # noqa: N806 - layout
-            timing_ms["decode"] += decode_ms
-            before_ms = timing_ms["inference"]
-            result, task_ms = _timed(lambda: self._task.predict(picture_HWC, run))
-            timing_ms["processing"] += task_ms - (timing_ms["inference"] - before_ms)
-            return orjson.dumps(result, option=orjson.OPT_SERIALIZE_NUMPY)
-
-        results = np.array([answer(content) for content in pictures.to_array()], dtype=np.object_)
-        return [Tensor.from_array(RESULT.name, results)], timing_ms
-
-    def _session(self, graph: str) -> Session:
-        if graph not in self._sessions:
-            msg = f"there is no graph {graph!r}; this bundle has {', '.join(sorted(self._sessions))}"
-            raise NotFound(msg)
-        return self._sessions[graph]
-
-    def _open_best(self, folder: BundleFolder, name: str, graph: Graph, order: wire.Open) -> None:
-        """Open `graph` in the precision that is fastest here among those that passed the gate."""
-        candidates = allowed(name, graph, order.precision)
-        known = order.latency_ms.get(name, {})
-        if set(candidates) <= set(known):
-            candidates = [min(candidates, key=lambda precision: known[precision])]
-        opened: dict[str, Session] = {}
-        measured: dict[str, float] = {}
-        for precision in candidates:
-            variant = graph.variants[precision]
-            opened[precision] = self.runtime.open(folder.read(variant.graph), threads=1)
-            measured[precision] = prove(opened[precision], folder, variant.golden, repeat=len(candidates) > 1)
-        best = min(candidates, key=lambda precision: measured[precision])
-        for precision in opened.keys() - {best}:
-            opened[precision].close()
-        self._sessions[name], self.precisions[name] = opened[best], best
-        if len(candidates) > 1:
-            self.latency_ms[name] = measured
-
-    def _open_bare(self, path: Path) -> None:
-        """Open one ONNX file as the graph "" and try to run it once on zeros."""
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            msg = f"{path} cannot be read: {error.strerror}"
-            raise BundleError(msg) from error
-        session = self.runtime.open(content, threads=1)
-        self._sessions["model"], self.precisions["model"] = session, "as given"
-        for size in _TRIED_SIZES:
-            shapes = {spec.name: [size if n == -1 else n for n in spec.shape] for spec in session.spec.inputs}
-            zeros = {spec.name: _zeros(spec, shapes[spec.name]) for spec in session.spec.inputs}
-            try:
-                session.run(zeros)
-            except ApplianceError as error:
-                self.unproven = f"it ran on none of the guessed sizes of its variable dimensions: {error}"
-            else:
-                self.unproven = ""
-                return
-            if all(-1 not in spec.shape for spec in session.spec.inputs):
-                break
-
-
-def allowed(name: str, graph: Graph, precision: str) -> list[str]:
-    """Precisions of `graph` that may serve, sorted; raises BundleError when a forced one did not pass."""
-    if precision == "auto":
-        return sorted(graph.variants)
-    if precision in graph.variants:
-        return [precision]
-    reason = graph.left_out.get(precision, "it was not built")
-    msg = f"graph {name!r} cannot run in {precision}: {reason}; choose auto or {', '.join(sorted(graph.variants))}"
-    raise BundleError(msg)
-
-
-def prove(session: Session, folder: BundleFolder, golden: Golden, *, repeat: bool) -> float:
-    """Check a session against its golden vector and return its median latency in milliseconds.
-
-    Raises BundleError when an answer is outside the bundle's tolerance.
-    """
-    inputs = folder.read_arrays(golden.inputs)
-    wanted = folder.read_arrays(golden.outputs)
-    answers, _cold_ms = _timed(lambda: session.run(inputs))
-    for name, want in wanted.items():
-        have = answers[name]
-        if have.shape != want.shape:
-            msg = f"golden answer {name!r} has shape {list(have.shape)} instead of {list(want.shape)}: rebuild it"
-            raise BundleError(msg)
-        if np.issubdtype(want.dtype, np.integer):
-            share = float(np.mean(have != want))
-            if share > golden.mismatch:
-                msg = f"golden answer {name!r} differs in {share:.1%} of its elements, allowed: {golden.mismatch:.1%}"
-                raise BundleError(msg)
-        else:
-            off = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
-            if not off <= golden.tolerance:  # NaN must fail too
-                msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
-                raise BundleError(msg)
-    return statistics.median(_timed(lambda: session.run(inputs))[1] for _ in range(5)) if repeat else _cold_ms
-
-
-def _zeros(spec: TensorSpec, shape: Sequence[int]) -> Array:
-    if spec.datatype == "BYTES":
-        return np.full(shape, b"", dtype=np.object_)
-    return np.zeros(shape, DTYPES[spec.datatype])
-
-
-def _timed(call: Callable[[], T]) -> tuple[T, float]:
-    started = time.perf_counter()
-    value = call()
-    return value, (time.perf_counter() - started) * 1e3
 
 
 class Worker:
@@ -232,7 +46,10 @@ class Worker:
         if not isinstance(order, wire.Open):
             raise TypeError(order)
         try:
-            self._model = Model(order)
+            # Imported here, so that a library that cannot be loaded is told to the daemon like any other fault.
+            from appliance.model import Model  # noqa: PLC0415
+
+            self._model: Model = Model(order)
         except ApplianceError as error:
             self._send(wire.Failed(type(error).__name__, str(error)))
             return 1
@@ -284,11 +101,11 @@ class Worker:
         if run.graph:
             return self._model.infer(run.graph, tensors, run.outputs)
         if len(tensors) != 1:
-            msg = f"send one input {PICTURE.name!r} with encoded pictures, not {len(tensors)} inputs"
+            msg = f"send one input `image` with encoded pictures, not {len(tensors)} inputs"
             raise BadInput(msg)
         return self._model.predict(tensors[0])
 
-    def _send(self, message: wire.Message, payloads: Sequence[Any] = ()) -> None:
+    def _send(self, message: wire.Message, payloads: Sequence[Payload] = ()) -> None:
         with self._freed:
             until = time.monotonic() + _ANSWER_WAIT_S
             while True:

@@ -12,6 +12,12 @@ from models.bundle import TaskSpec
 from models.errors import BundleError
 from models.spec import Array
 
+try:
+    import cv2  # noqa: F401 - every task needs it; loaded here so that its absence is explained once
+except ImportError as error:
+    msg = f"OpenCV cannot be loaded ({error}): install what it needs with `apt-get install -y libgl1 libglib2.0-0`"
+    raise ImportError(msg) from error
+
 Run: TypeAlias = Callable[[str, Mapping[str, Array]], Mapping[str, Array]]
 """`run(graph, inputs)` computes all outputs of one graph of the bundle."""
 

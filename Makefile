@@ -1,0 +1,76 @@
+# Two commands do all the set-up: `make demo` and `make test`. One environment, .venv, holds everything.
+# PYTHON=python3.12 make ... chooses another interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST := $(BIN)/python -m pytest
+DATA ?= ../shared/data/ocr
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-long lint format bench constraints clean
+
+demo: .venv/.demo
+	@$(BIN)/python docs/demo.py
+
+test: .venv/.dev .venv/.mosquitto
+	$(PYTEST) -m "not long"
+
+test-long: .venv/.dev .venv/.mosquitto
+	$(PYTEST) -m long
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.dev
+	$(BIN)/python tests/bench.py
+
+# Exact versions for each Python: make constraints PYTHONS="python3.10 python3.11 python3.12"
+constraints: .venv/.dev
+	$(BIN)/python .ci/constraints.py $(PYTHONS) > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+clean:
+	rm -rf .venv .demo build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+.venv/.pip: constraints.txt
+	@echo "Making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv || { echo "Python's venv module is missing: apt-get install -y python3-venv"; exit 1; }
+	@$(PIP) install --upgrade pip
+	@touch $@
+
+.venv/.demo: .venv/.pip pyproject.toml
+	@echo "Installing what the demo needs (about a minute)"
+	@$(PIP) install --constraint constraints.txt --editable ".[build,demo]"
+	@$(BIN)/python -c "import models.tasks" 2>/dev/null || $(MAKE) --no-print-directory .venv/.opencv
+	@touch $@
+
+.venv/.dev: .venv/.demo
+	@echo "Installing what the tests need"
+	@$(PIP) install --constraint constraints.txt --group test --group lint
+	@touch $@
+
+# OpenCV's wheel leans on two system libraries that a bare server lacks.
+.venv/.opencv:
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "Installing the system libraries of OpenCV"; \
+	  apt-get update -qq && apt-get install -y -qq libgl1 libglib2.0-0 >/dev/null; \
+	fi
+	@$(BIN)/python -c "import models.tasks" || \
+	  { echo "OpenCV needs system libraries: apt-get install -y libgl1 libglib2.0-0"; exit 1; }
+	@touch $@
+
+# The MQTT tests use a real broker. Where it cannot be installed they are skipped, and the summary says so.
+.venv/.mosquitto: | .venv/.pip
+	@command -v mosquitto >/dev/null || [ -x /usr/sbin/mosquitto ] || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing mosquitto" && \
+	    apt-get update -qq && apt-get install -y -qq mosquitto mosquitto-clients >/dev/null; } || \
+	  echo "mosquitto is missing and this user may not install it: its tests will be skipped"
+	@touch $@
