@@ -32,6 +32,28 @@ BIN = Path(sys.executable).parent
 DEVICE = "demo"
 WAIT_S = 20.0
 
+EMBEDDED_BROKER = """
+id = 0
+
+[router]
+id = 0
+max_connections = 16
+max_outgoing_packet_count = 200
+max_segment_size = 1048576
+max_segment_count = 10
+
+[v5.1]
+name = "demo"
+listen = "127.0.0.1:{port}"
+next_connection_delay_ms = 1
+
+[v5.1.connections]
+connection_timeout_ms = 5000
+max_payload_size = 262144
+max_inflight_count = 100
+dynamic_filters = true
+"""
+
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -101,11 +123,12 @@ def broker() -> Iterator[int]:
             process.wait()
         return
     step(f"Starting an embedded broker on port {port} (mosquitto is not installed)")
-    import iotcore  # noqa: PLC0415 - only where there is no mosquitto
+    from iotcore import Broker  # noqa: PLC0415 - only where there is no mosquitto
 
-    embedded = iotcore.IotCore()
-    del embedded
-    yield port
+    config = WORK / "broker.toml"
+    config.write_text(EMBEDDED_BROKER.format(port=port))
+    with Broker(config_path=str(config)):
+        yield port
 
 
 def await_port(port: int) -> None:

@@ -180,7 +180,7 @@ class Manifest:
         """Parse and check; raises BundleError for anything but the canonical bytes of a known format."""
         try:
             data = json.loads(content)
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             msg = f"manifest.json is not JSON ({error}): fetch or build the bundle again"
             raise BundleError(msg) from error
         written = data.get("format") if isinstance(data, dict) else None
@@ -192,7 +192,12 @@ class Manifest:
         except schema.SchemaError as error:
             msg = f"manifest.json does not fit: {error}"
             raise BundleError(msg) from error
-        if manifest.to_bytes() != content:
+        try:
+            canonical = manifest.to_bytes()
+        except ValueError as error:  # NaN, or half of a surrogate pair, in the task's settings or a text
+            msg = f"manifest.json holds what JSON cannot carry ({error}): build the bundle again"
+            raise BundleError(msg) from error
+        if canonical != content:
             msg = "manifest.json is not in canonical form, so its digest means nothing: build the bundle again"
             raise BundleError(msg)
         return manifest

@@ -45,9 +45,14 @@ class BundleFolder:
         return content
 
     def read_arrays(self, blob: Blob) -> dict[str, Array]:
-        """Arrays of an npz blob, keyed by tensor name."""
-        with np.load(io.BytesIO(self.read(blob)), allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+        """Arrays of an npz blob, keyed by tensor name; raises BundleError when it is none."""
+        content = self.read(blob)
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                return {name: arrays[name] for name in arrays.files}
+        except Exception as error:  # numpy and zipfile raise half a dozen unrelated types
+            msg = f"blob {blob.sha256[:12]} of {self.path} holds no arrays ({error}): build the bundle again"
+            raise BundleError(msg) from error
 
     def read_labels(self) -> list[str]:
         """Labels of the task in class order; empty when it has none."""
@@ -81,7 +86,8 @@ def write_bundle(
     """Write a bundle into `path` (made when missing); the manifest goes last, so a torn write is no bundle.
 
     `blobs` maps sha256 to content; `measurements` maps a target's name to plain data.
-    Blobs of an earlier bundle in the same folder that are no longer named are removed.
+    Blobs of an earlier bundle in the same folder that are no longer named are removed, and so are
+    its measurements: they say nothing about this one.
     """
     wanted = {blob.sha256: blob for blob in manifest.blobs()}
     (path / MANIFEST).unlink(missing_ok=True)
@@ -94,6 +100,8 @@ def write_bundle(
         blob.check(blobs[sha256])
         write_file(folder / sha256, blobs[sha256])
     (path / "measurements").mkdir(exist_ok=True)
+    for old in (path / "measurements").iterdir():
+        old.unlink()
     for target, data in measurements.items():
         write_file(path / "measurements" / f"{target}.json", json.dumps(data, indent=1, sort_keys=True).encode())
     write_file(path / MANIFEST, manifest.to_bytes())

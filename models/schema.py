@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -82,7 +83,7 @@ def _load_dataclass(kind: Any, data: object, at: str) -> object:  # noqa: ANN401
         if key not in fields:
             near = difflib.get_close_matches(key, fields, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(fields)}"
-            msg = f"{at or 'top level'}: unknown key {key!r}{hint}"
+            msg = f"{at or 'top level'}: unknown key {key[:60]!r}{hint}"
             raise SchemaError(msg)
     values = {}
     for name, field in fields.items():
@@ -97,9 +98,14 @@ def _load_dataclass(kind: Any, data: object, at: str) -> object:  # noqa: ANN401
 
 def _load_scalar(kind: type, data: object, at: str) -> object:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
+        try:
+            return float(data)
+        except OverflowError as error:
+            raise SchemaError(_message(at, "a number of usual size", data)) from error
     if not isinstance(data, kind) or (isinstance(data, bool) and kind is not bool):
         raise SchemaError(_message(at, kind.__name__, data))
+    if isinstance(data, float) and not math.isfinite(data):
+        raise SchemaError(_message(at, "a finite number", data))
     return data
 
 

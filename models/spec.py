@@ -39,6 +39,8 @@ DTYPES: Mapping[str, npt.DTypeLike] = {
 
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 _LENGTH_BYTES = 4
+_MOST_DIMENSIONS = 64  # numpy's own limit
+_MOST_ELEMENTS = 2**40
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,11 @@ def element_count(name: str, shape: Sequence[int]) -> int:
     if any(size < 0 for size in shape):
         msg = f"tensor {name!r} has shape {list(shape)}: every dimension must be 0 or more"
         raise BadInput(msg)
-    count = math.prod(shape)
-    if count > 2**40:
-        msg = f"tensor {name!r} has shape {list(shape)}: more elements than any request can carry"
+    # Zeros are left out here: numpy refuses [0, 2**63] as well, although it has no elements.
+    if len(shape) > _MOST_DIMENSIONS or math.prod(size for size in shape if size) > _MOST_ELEMENTS:
+        msg = f"tensor {name!r} has shape {str(list(shape))[:80]}: more than any request can carry"
         raise BadInput(msg)
-    return count
+    return math.prod(shape)
 
 
 def pack_bytes(elements: Sequence[bytes]) -> bytes:
@@ -158,7 +160,7 @@ def check_inputs(spec: ModelSpec, inputs: Sequence[Tensor]) -> None:
             msg = f"input {want.name!r} has datatype {have.datatype}, but this model takes {want.datatype}"
             raise BadInput(msg)
         fits = len(have.shape) == len(want.shape) and all(
-            size == limit or (limit == -1 and size >= 0) for size, limit in zip(have.shape, want.shape, strict=True)
+            size >= 0 and limit in {-1, size} for size, limit in zip(have.shape, want.shape, strict=True)
         )
         if not fits:
             msg = (

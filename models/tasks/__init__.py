@@ -25,7 +25,7 @@ Run: TypeAlias = Callable[[str, Mapping[str, Array]], Mapping[str, Array]]
 class Task(Protocol):
     """Turns a picture into the part of an answer that belongs to the task."""
 
-    def predict(self, picture_HWC: Array, run: Run) -> dict[str, Any]:  # noqa: N803 - layout in the name
+    def predict(self, picture_HWC: Array, run: Run) -> dict[str, Any]:
         """Answer for one picture (uint8, BGR). Plain JSON data; raises BadInput for unusable pictures."""
 
 
