@@ -25,6 +25,7 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 DEFAULT_URL = "http://127.0.0.1:8080"
+_PIPE_WIDTH = 1000
 
 
 @app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -53,7 +54,7 @@ def infer(
     table = Table("text", "confidence", "at", box=None)
     for line in answer.get("lines", []):
         table.add_row(line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
-    console = Console()
+    console = _console()
     console.print(table if table.row_count else "no text found")
     console.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']}"
@@ -69,7 +70,7 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
-    console = Console()
+    console = _console()
     ready = "[green]ready[/]" if answer["ready"] else "[red]not ready[/]"
     console.print(f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}")
     table = Table("model", "version", "state", "runtime", "precision", "trust", "pid", "restarts", box=None)
@@ -110,6 +111,14 @@ def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN4
     return response.json()
 
 
+def _console(*, stderr: bool = False) -> Console:
+    """A console that breaks or crops no line unless a person's terminal is that narrow."""
+    console = Console(stderr=stderr, soft_wrap=True)
+    if not console.is_terminal:
+        console.width = _PIPE_WIDTH
+    return console
+
+
 def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(message, style="red", markup=False)
+    _console(stderr=True).print(message, style="red", markup=False, highlight=False)
     raise typer.Exit(1)

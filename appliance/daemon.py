@@ -23,6 +23,7 @@ import kernels
 import models
 from appliance import __version__, settings, wire
 from appliance.adapters import host, http, metrics
+from appliance.adapters.http1 import Http1
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import notify
 from appliance.adapters.store import Store
@@ -77,11 +78,11 @@ async def _run(config: settings.Settings) -> int:
         server = _Server(
             uvicorn.Config(
                 app,
+                http=Http1,
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-                h11_max_incomplete_event_size=64 * 1024,
             )
         )
         loop = asyncio.get_running_loop()
@@ -180,6 +181,7 @@ def _listen(address: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((address, port))
+        listener.listen()  # whoever reads our address in the log may connect at once
     except OSError as error:
         listener.close()
         msg = f"cannot listen on {address}:{port} ({error.strerror}): stop its user, or choose with --http HOST:PORT"
@@ -202,17 +204,26 @@ def _refuse_foreign_packages() -> None:
 
 def _configure_log(terminal: bool) -> None:
     renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    stamps: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso"),
+        structlog.processors.format_exc_info,
+    ]
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            renderer,
-        ],
+        processors=[*stamps, renderer],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    # Libraries (the server, the event loop) log through the standard library: the same kind of lines.
+    libraries = logging.StreamHandler(sys.stderr)
+    libraries.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.add_logger_name, *stamps],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[libraries])
+    logging.captureWarnings(capture=True)
 
 
 def _flags(options: argparse.Namespace) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Model:
             return answers
 
         def answer(content: bytes) -> bytes:
-            picture_HWC, decode_ms = _timed(lambda: decode_picture(content, self._max_pixels))  # noqa: N806 - layout
+            picture_HWC, decode_ms = _timed(lambda: decode_picture(content, self._max_pixels))
             timing_ms["decode"] += decode_ms
             before_ms = timing_ms["inference"]
             result, task_ms = _timed(lambda: self._task.predict(picture_HWC, run))

@@ -16,7 +16,7 @@ from appliance.core.health import State
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.supervisor import Limits, Supervisor
 from models.bundle import Manifest
-from models.errors import ModelError, NotFound
+from models.errors import BadInput, ModelError, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, pack_bytes
 
 PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(TensorSpec("result", "BYTES", (-1,)),))
@@ -199,6 +199,9 @@ class Service:
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """Answer for the one encoded picture in `request.tensors` as a document."""
         started = time.monotonic()
+        if request.model in self._bundle(request.model, request.version).graphs():
+            msg = f"model {request.model!r} takes raw tensors, not pictures: use its infer endpoint"
+            raise BadInput(msg)
         document = _documents(await self._run(request))[0]
         document["timing_ms"]["total"] = round((time.monotonic() - started) * 1e3, 3)
         return document

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from models.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
+CLIENT_VARIABLES = frozenset({f"{ENV_PREFIX}URL"})
+"""Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
 
 
@@ -78,7 +81,11 @@ class Settings(BaseSettings):
     precision: str = Field(default="auto", description="auto: the fastest that passed; fp32 or int8 force it")
     runtime: str = Field(default="onnxruntime-cpu", description="what runs the graphs")
     state_dir: Path = Field(default=Path("/var/lib/appliance"), description="everything the daemon keeps")
-    device_id: str = Field(default="", description="name in the fleet; made and kept in state_dir when empty")
+    device_id: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9._-]{0,64}$",  # it stands in MQTT topics
+        description="name in the fleet; made and kept in state_dir when empty",
+    )
     shutdown_grace_s: float = Field(default=20.0, gt=0, description="running work may take this long at the end")
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
@@ -112,17 +119,14 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
         config = SYSTEM_CONFIG
     _refuse_unknown_variables()
     merged: dict[str, Any] = {"state_dir": default_state_dir()}
+    for file in (PROFILES / f"{profile}.toml", config):
+        if file is not None:
+            merged = _merge(merged, _read(str(file), partial(TomlConfigSettingsSource, Settings, file)))
+    merged = _merge(merged, _read("the environment", partial(EnvSettingsSource, Settings)))
     try:
-        for file in (PROFILES / f"{profile}.toml", config):
-            if file is not None:
-                merged = _merge(merged, TomlConfigSettingsSource(Settings, file)())
-        merged = _merge(merged, EnvSettingsSource(Settings)())
         settings = Settings(**_merge(merged, flags))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    except ValueError as error:
-        msg = f"{config or 'the environment'} cannot be read: {error}"
-        raise ConfigError(msg) from error
     if settings.http.host not in {"127.0.0.1", "::1", "localhost"}:
         msg = (
             f"http.host is {settings.http.host!r}, but this version serves on loopback only, because it has no tokens "
@@ -137,6 +141,14 @@ def default_state_dir() -> Path:
     if os.geteuid() == 0:
         return Path("/var/lib/appliance")
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "appliance"
+
+
+def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:
+    try:
+        return source()()
+    except (OSError, ValueError) as error:
+        msg = f"{what} cannot be read: {error}"
+        raise ConfigError(msg) from error
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,7 +173,7 @@ def _refuse_unknown_variables() -> None:
     known = {f"{ENV_PREFIX}{key.replace('.', '__')}".upper() for key in _keys(Settings)}
     known |= {f"{ENV_PREFIX}{name}".upper() for name in Settings.model_fields}
     for variable in os.environ:
-        if variable.startswith(ENV_PREFIX) and variable not in known:
+        if variable.startswith(ENV_PREFIX) and variable not in known | CLIENT_VARIABLES:
             msg = f"the environment sets {variable}, which is no setting{_nearest(variable, known)}"
             raise ConfigError(msg)
 
@@ -170,7 +182,7 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        return f"{key} is no setting{_nearest(key, _keys(Settings))}"
+        return f"{key} is no setting{_nearest(key, [*_keys(Settings), *Settings.model_fields])}"
     return f"{key}: {first['msg']}"
 
 

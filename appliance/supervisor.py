@@ -2,57 +2,31 @@
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health` and
 `core.schedule`; this file performs it: spawn, send, receive, kill, reap, and wake up in time.
-
-Life of shared memory: the two arenas belong to one life of one worker. They are made before it
-starts and closed only after its exit was reaped, so a dying worker can never write into memory
-that serves somebody else.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
 
 from appliance import wire
-from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.arena import ArenaFullError, Slot
 from appliance.core.health import Event, State, WorkerHealth
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
-from models.errors import DeadlineExceeded, NotReady, Overloaded, WorkerLost, error_from_name
+from appliance.life import Answer, Held, Life, Work
+from models.errors import DeadlineExceeded, NotReady, Overloaded, TooLarge, WorkerLost, error_from_name
 from models.spec import Tensor
 
 log = structlog.get_logger()
 
 LOAD_LIMIT_S = 120.0
 """A worker that is not ready by then is taken for hung."""
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a ticket carries."""
-
-    graph: str
-    tensors: Sequence[Tensor]
-    outputs: tuple[str, ...] | None
-    answer: asyncio.Future[Answer]
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Tensors whose payloads belong to the receiver, and where the time went."""
-
-    tensors: list[Tensor]
-    timing_ms: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,38 +42,6 @@ class Limits:
     body_bytes: int = 16 * 1024 * 1024
 
 
-class _Life:
-    """One worker process from spawn to reap."""
-
-    def __init__(self, arena_bytes: int) -> None:
-        self.requests = Arena.create(arena_bytes)
-        self.answers = Arena.create(arena_bytes)
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
-                # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                [sys.executable, "-I", "-m", "appliance.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
-        self.pidfd = os.pidfd_open(self.process.pid)
-        self.sock.setblocking(False)
-        self.backlog: deque[bytes] = deque()
-        self.running: dict[int, tuple[Ticket[Work], list[Slot], float]] = {}
-        self.reason = ""
-
-    @property
-    def connected(self) -> bool:
-        """Whether the worker can still be spoken to."""
-        return self.sock.fileno() != -1
-
-    def close(self) -> None:
-        """Give everything back; only after the process was reaped."""
-        os.close(self.pidfd)
-        self.requests.close()
-        self.answers.close()
-
-
 class Supervisor:
     """The daemon's end of one worker."""
 
@@ -112,7 +54,7 @@ class Supervisor:
         self._schedule: Schedule[Work] = Schedule(capacity=limits.queue)
         self._in_flight = 2 * limits.concurrency  # one batch computes while the next is decoded
         self._ids = itertools.count(1)
-        self._life: _Life | None = None
+        self._life: Life | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
 
@@ -129,7 +71,7 @@ class Supervisor:
     @property
     def running(self) -> int:
         """Requests that the worker holds."""
-        return len(self._life.running) if self._life else 0
+        return len(self._life.held) if self._life else 0
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Spawn the first worker; `on_change` is called after each change of `health`."""
@@ -196,16 +138,17 @@ class Supervisor:
         return NotReady(f"model {self.name!r} restarts after a fault ({self.health.reason}): retry shortly")
 
     def _spawn(self) -> None:
-        life = _Life((self._in_flight + 1) * (self._limits.body_bytes + wire.INLINE_BYTES))
+        life = Life((self._in_flight + 1) * (self._limits.body_bytes + wire.INLINE_BYTES))
         self._life = life
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.sock, self._readable, life)
+        self._loop.add_reader(life.output, self._log_output, life)
         data, _slots = wire.encode(self._order)
         wire.send_with_fds(life.sock, data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
-    def _readable(self, life: _Life) -> None:
+    def _readable(self, life: Life) -> None:
         while True:
             try:
                 data = life.sock.recv(wire.MESSAGE_BYTES)
@@ -214,25 +157,33 @@ class Supervisor:
             except ConnectionError:
                 data = b""
             if not data:
+                if self.health.state is not State.STOPPED:
+                    life.process.kill()  # usually it is dying already; what hung up must not linger
                 self._disconnect(life)
                 return
             self._receive(life, data)
 
-    def _receive(self, life: _Life, data: bytes) -> None:
+    def _log_output(self, life: Life) -> None:
+        """Make log lines of what libraries in the worker print, so that the log stays one of JSON lines."""
+        for line in life.printed_lines():
+            log.warning("worker_output", model=self.name, pid=life.process.pid, line=line)
+        if life.silent:
+            self._loop.remove_reader(life.output)
+
+    def _receive(self, life: Life, data: bytes) -> None:
         message, payloads, slots = wire.decode(data, life.answers)
         if isinstance(message, wire.Done):
-            ticket, _slots, sent_at = life.running.pop(message.id)
+            held = life.held.pop(message.id)
             # Copied out at once, so the worker's arena never fills up with answers.
             tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
             if slots:
                 self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            timing_ms = {"queue": (sent_at - ticket.admitted_at) * 1e3, **message.timing_ms}
-            if not ticket.item.answer.done():
-                ticket.item.answer.set_result(Answer(tensors, timing_ms))
+            timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
+            if not held.ticket.item.answer.done():
+                held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
             self._pump()
         elif isinstance(message, wire.Error):
-            ticket, _slots, _sent_at = life.running.pop(message.id)
-            _refuse(ticket, error_from_name(message.error, message.message))
+            _refuse(life.held.pop(message.id).ticket, error_from_name(message.error, message.message))
             self._pump()
         elif isinstance(message, wire.Free):
             for slot in message.slots:
@@ -250,7 +201,7 @@ class Supervisor:
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
         life = self._life
-        while life and self.health.state is State.READY and len(life.running) < self._in_flight:
+        while life and not life.ended and self.health.state is State.READY and len(life.held) < self._in_flight:
             now = time.monotonic()
             ticket = self._schedule.next(now)
             if ticket is None:
@@ -258,19 +209,24 @@ class Supervisor:
             work = ticket.item
             run = wire.Run(ticket.id, work.graph, wire.heads(work.tensors), work.outputs)
             try:
-                data, slots = wire.encode(run, [tensor.data for tensor in work.tensors], life.requests)
+                data, _slots = wire.encode(run, [tensor.data for tensor in work.tensors], life.requests)
             except ArenaFullError:
                 _refuse(ticket, Overloaded("too many large requests are in hand: retry shortly"))
                 continue
-            life.running[ticket.id] = ticket, slots, now
+            except TooLarge as error:
+                _refuse(ticket, error)
+                continue
+            life.held[ticket.id] = Held(ticket)
             self._send_bytes(life, data)
+        for begun in itertools.islice(life.held.values() if life else (), self._limits.concurrency):
+            begun.began_at = min(begun.began_at, time.monotonic())
         self._rearm()
 
-    def _send(self, life: _Life, message: wire.Message) -> None:
+    def _send(self, life: Life, message: wire.Message) -> None:
         data, _slots = wire.encode(message)
         self._send_bytes(life, data)
 
-    def _send_bytes(self, life: _Life, data: bytes) -> None:
+    def _send_bytes(self, life: Life, data: bytes) -> None:
         if life.backlog:
             life.backlog.append(data)
             return
@@ -282,7 +238,7 @@ class Supervisor:
         except OSError:
             pass  # the worker is gone; its end of the socket says so to `_readable`
 
-    def _writable(self, life: _Life) -> None:
+    def _writable(self, life: Life) -> None:
         while life.backlog:
             try:
                 life.sock.send(life.backlog[0])
@@ -294,26 +250,30 @@ class Supervisor:
             life.backlog.popleft()
         self._loop.remove_writer(life.sock)
 
-    def _disconnect(self, life: _Life) -> None:
+    def _disconnect(self, life: Life) -> None:
         """The worker's end is closed: whoever waits for it is told at once."""
         if not life.connected:
             return
         self._loop.remove_reader(life.sock)
         self._loop.remove_writer(life.sock)
         life.sock.close()
-        lost, life.running = life.running, {}
-        for ticket, _slots, _sent_at in lost.values():
-            _refuse(ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
+        lost, life.held = life.held, {}
+        for held in lost.values():
+            _refuse(held.ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
 
-    def _reap(self, life: _Life) -> None:
+    def _reap(self, life: Life) -> None:
         """The process has ended: take its exit status, close its memory, decide what comes next."""
         self._loop.remove_reader(life.pidfd)
-        status = life.process.wait()
+        reason = life.wait()
+        if life.connected:
+            self._readable(life)  # its last words may still lie in the socket
+            reason = life.reason or reason
         self._disconnect(life)
+        self._log_output(life)
+        self._loop.remove_reader(life.output)
         life.close()
         self._life = None
         self._gone.set()
-        reason = life.reason or _ending(status)
         self._moved(Event.EXITED, reason)
         if self.health.state is State.WAITING:
             log.warning("worker_exited", model=self.name, pid=life.process.pid, reason=reason)
@@ -333,10 +293,10 @@ class Supervisor:
         if self._life and self._life.connected:
             if self.health.state is State.LOADING:
                 moments.append(self.health.since + LOAD_LIMIT_S)
-            for ticket, _slots, sent_at in self._life.running.values():
-                moments.append(sent_at + self._limits.hang_s)
-                if not ticket.item.answer.done():
-                    moments.append(ticket.deadline_at)
+            for held in self._life.held.values():
+                moments.append(held.began_at + self._limits.hang_s)
+                if not held.ticket.item.answer.done():
+                    moments.append(held.ticket.deadline_at)
         if moments and min(moments) != float("inf"):
             self._timer = self._loop.call_later(min(moments) - time.monotonic(), self._tick)
 
@@ -344,9 +304,9 @@ class Supervisor:
         now = time.monotonic()
         for ticket in self._schedule.expired(now):
             _refuse(ticket, DeadlineExceeded("the deadline passed while the request waited: allow more time"))
-        for ticket, _slots, _sent_at in self._life.running.values() if self._life else ():
-            if ticket.deadline_at <= now:
-                _refuse(ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
+        for held in self._life.held.values() if self._life else ():
+            if held.ticket.deadline_at <= now:
+                _refuse(held.ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
         if self.health.state is State.WAITING and self.health.retry_at <= now:
             self._moved(Event.DUE)
             self._spawn()
@@ -358,18 +318,12 @@ class Supervisor:
             self._disconnect(self._life)
         self._rearm()
 
-    def _hung(self, life: _Life, now: float) -> bool:
+    def _hung(self, life: Life, now: float) -> bool:
         if self.health.state is State.LOADING:
             return now >= self.health.since + LOAD_LIMIT_S
-        return any(now >= sent_at + self._limits.hang_s for _ticket, _slots, sent_at in life.running.values())
+        return any(now >= held.began_at + self._limits.hang_s for held in life.held.values())
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:
     if not ticket.item.answer.done():
         ticket.item.answer.set_exception(error)
-
-
-def _ending(status: int) -> str:
-    if status < 0:
-        return f"it was ended by {signal.Signals(-status).name}"
-    return f"it exited with status {status}"

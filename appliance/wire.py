@@ -21,6 +21,7 @@ import orjson
 
 from appliance.arena import Arena, Slot
 from models import schema
+from models.errors import TooLarge
 from models.spec import ModelSpec, Payload, Tensor
 
 INLINE_BYTES = 64 * 1024
@@ -131,7 +132,7 @@ _KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Open, Run, 
 def encode(message: Message, payloads: Sequence[Payload] = (), arena: Arena | None = None) -> tuple[bytes, list[Slot]]:
     """Bytes of a message, and the slots of `arena` that its large payloads were copied into.
 
-    Raises ArenaFullError, leaving the arena as it was.
+    Raises ArenaFullError, or TooLarge for a message that no socket would take; the arena is then as it was.
     """
     inline: list[Payload] = []
     inline_bytes = 0
@@ -148,13 +149,21 @@ def encode(message: Message, payloads: Sequence[Payload] = (), arena: Arena | No
                 inline.append(payload)
                 inline_bytes += length
                 places.append(length)
+        head = _head(message, places, inline_bytes)
     except BaseException:
         for slot in slots:
             assert arena is not None  # noqa: S101 - slots exist only with an arena
             arena.free(slot)
         raise
-    head = orjson.dumps({"kind": type(message).__name__, "body": message, "places": places})
     return b"".join((_LENGTH.pack(len(head)), head, *inline)), slots
+
+
+def _head(message: Message, places: Sequence[object], inline_bytes: int) -> bytes:
+    head = orjson.dumps({"kind": type(message).__name__, "body": message, "places": places})
+    if _LENGTH.size + len(head) + inline_bytes > MESSAGE_BYTES:
+        msg = f"names and shapes of these tensors take {len(head)} bytes, more than fits in a message: send fewer"
+        raise TooLarge(msg)
+    return head
 
 
 def decode(data: bytes, arena: Arena | None = None) -> tuple[Message, list[Payload], list[Slot]]:

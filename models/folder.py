@@ -48,8 +48,7 @@ class BundleFolder:
         """Arrays of an npz blob, keyed by tensor name; raises BundleError when it is none."""
         content = self.read(blob)
         try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
+            return unpack_arrays(content)
         except Exception as error:  # numpy and zipfile raise half a dozen unrelated types
             msg = f"blob {blob.sha256[:12]} of {self.path} holds no arrays ({error}): build the bundle again"
             raise BundleError(msg) from error
@@ -78,6 +77,12 @@ def pack_arrays(arrays: Mapping[str, Array]) -> bytes:
     buffer = io.BytesIO()
     np.savez(buffer, **dict(sorted(arrays.items())))  # type: ignore[arg-type] # numpy types keywords as bool
     return buffer.getvalue()
+
+
+def unpack_arrays(content: bytes) -> dict[str, Array]:
+    """Arrays of an npz file, keyed by name; pickled objects are refused."""
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
 
 
 def write_bundle(

@@ -16,12 +16,13 @@ from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 
 from appliance import __version__
 from appliance.adapters import oip
 from appliance.core.schedule import DEFAULT_PRIORITY
-from appliance.service import InferRequest, Origin, Service
+from appliance.service import InferRequest, ModelInfo, Origin, Service
 from models.errors import (
     ApplianceError,
     BadInput,
@@ -107,7 +108,7 @@ class Door:
 
     async def metadata(self, model: str, version: str | None = None) -> Response:
         """Inputs and outputs of a model."""
-        return Json(oip.metadata(self._service.model(model, version)))
+        return Json(oip.metadata(_loaded(self._service.model(model, version))))
 
     async def model_ready(self, model: str, version: str | None = None) -> Response:
         """200 when this model has proven itself."""
@@ -120,8 +121,11 @@ class Door:
     async def infer(self, request: Request, model: str, version: str | None = None) -> Response:
         """Tensors in, tensors out; JSON or the binary extension."""
         info = self._service.model(model, version)
+        header_length = request.headers.get(oip.HEADER)
+        if header_length == "0":  # a raw body: only the model's own tensors say what it is
+            _loaded(info)
         body = await _body(request, self._body_limit_bytes)
-        parsed = await _off_loop(len(body), lambda: oip.parse(body, request.headers.get(oip.HEADER), info.spec))
+        parsed = await _off_loop(len(body), lambda: oip.parse(body, header_length, info.spec))
         response = await self._service.infer(
             InferRequest(
                 model=model,
@@ -217,6 +221,13 @@ class Json(Response):
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _loaded(info: ModelInfo) -> ModelInfo:
+    if not info.spec.inputs and not info.spec.outputs:
+        msg = f"model {info.name!r} has not been loaded yet, so its tensors are not known: retry shortly"
+        raise NotReady(msg)
+    return info
+
+
 def _add_errors(app: FastAPI) -> None:
     async def ours(_request: Request, error: Exception) -> Response:
         status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
@@ -232,7 +243,15 @@ def _add_errors(app: FastAPI) -> None:
         first = error.errors()[0]
         return Json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
 
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Json({"error": "the client left before its body had arrived"}, 400)
+
+    async def fault(_request: Request, error: Exception) -> Response:
+        return Json({"error": f"a fault of the appliance, see its log: {type(error).__name__}"}, 500)
+
+    app.add_exception_handler(Exception, fault)  # the server logs it with its stack
     app.add_exception_handler(ApplianceError, ours)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(HTTPException, routing)
     app.add_exception_handler(RequestValidationError, validation)
 
@@ -257,7 +276,7 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
 
 async def _picture(request: Request, limit_bytes: int) -> bytes:
     body = await _body(request, limit_bytes)
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+    if request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
 
         async def once() -> AsyncGenerator[bytes, None]:
             yield body

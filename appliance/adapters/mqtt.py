@@ -30,6 +30,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
+from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from appliance.core import command
 from appliance.service import Service
@@ -226,7 +227,8 @@ class Mqtt:
         return client.loop_misc()
 
     def _announce(self, client: paho.Client) -> None:
-        client.subscribe(f"{self._prefix}/cmd", qos=1)
+        # As published: otherwise a retained order is told from others only at the next connect, after it was done.
+        client.subscribe(f"{self._prefix}/cmd", options=SubscribeOptions(qos=1, retainAsPublished=True))
         client.publish(f"{self._prefix}/availability", b"online", qos=1, retain=True)
         log.info("mqtt_up", broker=self._broker.host, port=self._broker.port)
         self._loop.call_soon_threadsafe(self._publish_state)

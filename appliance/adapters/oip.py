@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,11 @@ import orjson
 
 from appliance.service import ModelInfo
 from models.errors import BadInput, ModelError
-from models.spec import DTYPES, Array, ModelSpec, Payload, Tensor, TensorSpec, element_count, pack_bytes
+from models.spec import DTYPES, ModelSpec, Payload, Tensor, TensorSpec, element_count, pack_bytes
 
 HEADER = "inference-header-content-length"
+_SCALARS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
+"""Kind of a numpy dtype -> types of JSON values that it takes."""
 EXTENSIONS = ("binary_tensor_data", "schedule_policy", "model_repository")
 
 
@@ -122,12 +125,13 @@ def _parse(data: dict[str, Any], tail: memoryview) -> Request:
     names = None if not wanted else tuple(_field(item, "name", str) for item in wanted)
     if names and len(set(names)) != len(names):
         raise BadInput("an output is asked for twice")
+    flags = {item["name"]: _flag(_parameters(item), "binary_data") for item in wanted or ()}
     return Request(
         tensors=tensors,
         id=None if data.get("id") is None else _field(data, "id", str),
         outputs=names,
-        binary={item["name"]: bool(_parameters(item).get("binary_data", False)) for item in wanted or ()},
-        binary_default=bool(parameters.get("binary_data_output", False)),
+        binary={name: flag for name, flag in flags.items() if flag is not None},
+        binary_default=_flag(parameters, "binary_data_output") or False,
         priority=_number(parameters, "priority"),
         timeout_us=_number(parameters, "timeout"),
     )
@@ -185,29 +189,33 @@ def _payload(name: str, datatype: str, shape: Sequence[int], data: object) -> by
     if datatype == "FP16":
         msg = f"input {name!r}: FP16 has no JSON form, send it as binary data"
         raise BadInput(msg)
+    kind = np.dtype(dtype)
+    if not _scalar_types(data) <= _SCALARS[kind.kind]:
+        msg = f"input {name!r}: `data` holds values that are no {kind.name}"
+        raise BadInput(msg)
     try:
-        array = np.asarray(data)
+        with np.errstate(over="ignore"):
+            array = np.asarray(data, kind)
+    except OverflowError as error:
+        limits = np.iinfo(kind)
+        msg = f"input {name!r}: `data` holds values outside {limits.min} .. {limits.max}"
+        raise BadInput(msg) from error
     except ValueError as error:
         msg = f"input {name!r}: `data` is ragged"
         raise BadInput(msg) from error
-    if list(array.shape) != list(shape) and array.shape != (math.prod(shape),):
+    empty = array.size == math.prod(shape) == 0  # nested lists cannot show what follows a size of 0
+    if list(array.shape) != list(shape) and array.shape != (math.prod(shape),) and not empty:
         msg = f"input {name!r}: `data` has shape {list(array.shape)}, `shape` says {list(shape)}"
         raise BadInput(msg)
-    return _cast(name, array, np.dtype(dtype)).tobytes()
+    return array.tobytes()
 
 
-def _cast(name: str, array: Array, dtype: np.dtype[Any]) -> Array:
-    kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}[dtype.kind]
-    if array.size and array.dtype.kind not in kinds:
-        msg = f"input {name!r}: `data` holds values that are no {dtype.name}"
-        raise BadInput(msg)
-    if array.size and dtype.kind in "iu":
-        limits = np.iinfo(dtype)
-        if int(array.min()) < limits.min or int(array.max()) > limits.max:
-            msg = f"input {name!r}: `data` holds values outside {limits.min} .. {limits.max}"
-            raise BadInput(msg)
-    with np.errstate(over="ignore"):
-        return array.astype(dtype)
+def _scalar_types(data: list[Any]) -> set[type]:
+    """Types of the values in nested lists; numpy would take `true` among whole numbers for a 1."""
+    level = data
+    while (types := set(map(type, level))) == {list}:
+        level = list(chain.from_iterable(level))
+    return types - {list}
 
 
 def _texts(name: str, data: list[Any]) -> list[bytes]:
@@ -259,10 +267,20 @@ def _field(data: dict[str, Any], key: str, kind: type) -> Any:  # noqa: ANN401 -
 
 
 def _parameters(data: dict[str, Any]) -> dict[str, Any]:
-    parameters = data.get("parameters") or {}
+    parameters = data.get("parameters")
+    if parameters is None:
+        return {}
     if not isinstance(parameters, dict):
         raise BadInput("`parameters` must be an object")
     return parameters
+
+
+def _flag(parameters: dict[str, Any], key: str) -> bool | None:
+    value = parameters.get(key)
+    if value is not None and not isinstance(value, bool):
+        msg = f"parameter `{key}` must be true or false"
+        raise BadInput(msg)
+    return value
 
 
 def _number(parameters: dict[str, Any], key: str) -> int | None:

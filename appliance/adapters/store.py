@@ -48,7 +48,7 @@ class Store:
             data = json.loads(self._measurements(digest).read_bytes())
         except (OSError, ValueError):
             return {}
-        return data["latency_ms"] if isinstance(data, dict) and data.get("machine") == dict(machine) else {}
+        return data.get("latency_ms", {}) if isinstance(data, dict) and data.get("machine") == dict(machine) else {}
 
     def keep_latency_ms(
         self, digest: str, machine: Mapping[str, str], latency_ms: Mapping[str, Mapping[str, float]]

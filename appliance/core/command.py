@@ -5,10 +5,11 @@ Pure. The clock, and whether an order was retained by the broker, are facts hand
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import orjson
 
 from models import schema
 
@@ -50,8 +51,8 @@ def read(payload: bytes, *, device_id: str, now: float, retained: bool) -> Comma
     would repeat it at every reconnect, long after it was meant.
     """
     try:
-        command = schema.load(Command, json.loads(payload))
-    except (ValueError, RecursionError) as error:
+        command = schema.load(Command, orjson.loads(payload))
+    except ValueError as error:
         return CommandResult("", "refused", f"not an order: {error}")
     if not 0 < len(command.id) <= LONGEST_ID:
         return CommandResult("", "refused", f"an order needs an id of 1 to {LONGEST_ID} characters")

@@ -43,6 +43,7 @@ TABLE: Mapping[tuple[State, Event], State] = {
     (State.READY, Event.EXITED): State.WAITING,
     (State.WAITING, Event.DUE): State.LOADING,
     **{(state, Event.STOP): State.STOPPED for state in State},
+    (State.STOPPED, Event.BECAME_READY): State.STOPPED,  # it was loading when it was told to stop
     (State.STOPPED, Event.EXITED): State.STOPPED,
 }
 

@@ -35,14 +35,14 @@ class Schedule(Generic[T]):
     def __init__(self, *, capacity: int) -> None:
         """Hold at most `capacity` waiting tickets."""
         self.capacity = capacity
-        self._waiting: dict[int, Ticket[T]] = {}  # in order of arrival
+        self._waiting: dict[int, Ticket[T]] = {}  # in order of arrival; a newer frame stands where the older one stood
 
     def __len__(self) -> int:
         """Tickets that wait."""
         return len(self._waiting)
 
     def __iter__(self) -> Iterator[Ticket[T]]:
-        """Tickets that wait, oldest first."""
+        """Tickets that wait, in line."""
         return iter(list(self._waiting.values()))
 
     def admit(self, ticket: Ticket[T]) -> Ticket[T] | None:
@@ -56,9 +56,11 @@ class Schedule(Generic[T]):
         if older is None and len(self._waiting) >= self.capacity:
             msg = f"{len(self._waiting)} requests wait already, the most this model queues: retry later or send fewer"
             raise Overloaded(msg)
-        if older is not None:
-            del self._waiting[older.id]
-        self._waiting[ticket.id] = ticket
+        if older is None:
+            self._waiting[ticket.id] = ticket
+        else:
+            # In the older one's place: at the end of the line a fast camera would never be served.
+            self._waiting = {new.id: new for new in (ticket if old is older else old for old in self._waiting.values())}
         return older
 
     def expired(self, now: float) -> list[Ticket[T]]:
@@ -69,7 +71,7 @@ class Schedule(Generic[T]):
         return late
 
     def next(self, now: float) -> Ticket[T] | None:
-        """Remove and return the ticket to run now: most urgent priority, oldest first, none that is late."""
+        """Remove and return the ticket to run now: most urgent priority, first in line, none that is late."""
         live = [ticket for ticket in self._waiting.values() if ticket.deadline_at > now]
         if not live:
             return None

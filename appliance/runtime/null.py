@@ -11,6 +11,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from models.errors import BadInput, BundleError, ModelError
 from models.spec import Array, ModelSpec, TensorSpec
 
@@ -25,7 +27,7 @@ class NullRuntime:
         try:
             data = json.loads(graph)
             return NullSession(float(data.get("delay_s", 0.0)))
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             msg = f'not a null graph (JSON like {{"delay_s": 0.0}}): {error}'
             raise BundleError(msg) from error
 
@@ -37,6 +39,9 @@ class NullSession:
 
     def __init__(self, delay_s: float) -> None:
         """Take `delay_s` for each run."""
+        if not 0 <= delay_s < float("inf"):
+            msg = f"delay_s is {delay_s}, which is no time to wait"
+            raise ValueError(msg)
         self._delay_s = delay_s
         self._open = True
 
@@ -46,11 +51,12 @@ class NullSession:
             msg = "the session is closed"
             raise ModelError(msg)
         names = ["y"] if outputs is None else list(outputs)
-        if set(inputs) != {"x"} or set(names) - {"y"} or inputs["x"].ndim != 2:  # noqa: PLR2004 - spec
-            msg = "the null model takes x [any, any] and gives y"
+        x = inputs.get("x")
+        if x is None or len(inputs) != 1 or set(names) - {"y"} or x.dtype != np.float32 or x.ndim != 2:  # noqa: PLR2004
+            msg = "the null model takes x, FP32 [any, any], and gives y"
             raise BadInput(msg)
         time.sleep(self._delay_s)
-        return {name: inputs["x"].copy() for name in names}
+        return {name: x.copy() for name in names}
 
     def close(self) -> None:
         """See `Session.close`."""

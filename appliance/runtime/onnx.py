@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import onnxruntime as ort
 
 from models.errors import BadInput, BundleError, ModelError
@@ -36,7 +37,7 @@ class OnnxRuntime:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # its errors are raised as well; printed, they would tear the daemon's log
         # Spinning threads would steal the core that decodes the next picture.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
@@ -63,9 +64,16 @@ class OnnxSession:
         if self._session is None:
             msg = "the session is closed"
             raise ModelError(msg)
+        missing = sorted({tensor.name for tensor in self.spec.inputs} - set(inputs))
+        if missing:
+            msg = f"the model needs {', '.join(missing)} as well"
+            raise BadInput(msg)
         names = list(outputs) if outputs is not None else [tensor.name for tensor in self.spec.outputs]
+        if not names:
+            return {}  # to onnxruntime an empty list means all of them
+        feeds = {name: _texts(name, array) if array.dtype == np.object_ else array for name, array in inputs.items()}
         try:
-            values = self._session.run(names, dict(inputs))
+            values = self._session.run(names, feeds)
         except Exception as error:
             message = _first_line(error)
             if "INVALID_ARGUMENT" in message:
@@ -73,11 +81,33 @@ class OnnxSession:
                 raise BadInput(msg) from error
             msg = f"the model failed: {message}"
             raise ModelError(msg) from error
-        return dict(zip(names, values, strict=True))
+        return {
+            name: _encoded(array) if array.dtype == np.object_ else array
+            for name, array in zip(names, values, strict=True)
+        }
 
     def close(self) -> None:
         """See `Session.close`."""
         self._session = None
+
+
+def _texts(name: str, array: Array) -> Array:
+    """Strings of a BYTES tensor, which are UTF-8; given `bytes`, onnxruntime would compute on their Python spelling."""
+    try:
+        return _elements(array, [element.decode() for element in array.reshape(-1)])
+    except (AttributeError, UnicodeDecodeError) as error:
+        msg = f"input {name!r} holds elements that are no UTF-8 text"
+        raise BadInput(msg) from error
+
+
+def _encoded(array: Array) -> Array:
+    return _elements(array, [element.encode() for element in array.reshape(-1)])
+
+
+def _elements(like: Array, elements: Sequence[object]) -> Array:
+    array = np.empty(len(elements), dtype=np.object_)
+    array[:] = elements
+    return array.reshape(like.shape)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,0 +1,174 @@
+"""Reads labelled lines with a graph and compares: with the labels, and pairwise with the graph as published.
+
+Exact match and character error rate are those of `models.tasks.text`, on normalised texts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from appliance.runtime import Runtime, Session
+from kernels.reference import ctc_head_of_softmax
+from models.bundle import Accuracy
+from models.errors import BundleError
+from models.folder import BundleFolder
+from models.spec import Array
+from models.tasks import lines as lines_task
+from models.tasks import text
+from provisioning import sources
+from provisioning.data import Line
+
+_RESAMPLES = 2000
+_POINT = 0.01
+_DIGITS = 6
+
+
+def verify(
+    folder: BundleFolder, lines: Sequence[Line], precision: str, runtime: Runtime, threads: int
+) -> dict[str, Any]:
+    """Read `lines` with a bundle's recogniser and with the checkpoint it was made of, and compare.
+
+    `precision` "auto" takes the fastest that was measured on a CPU. Raises BundleError when the bundle is
+    damaged or holds no recogniser in that precision, SourceError when the checkpoint is not installed.
+    """
+    manifest = folder.manifest
+    for blob in manifest.blobs():
+        folder.read(blob)
+    name = next((name for name, graph in manifest.graphs.items() if graph.original), None)
+    if name is None:
+        msg = f"{folder.path} holds no graph that was measured on labelled lines: build the bundle again"
+        raise BundleError(msg)
+    variants = manifest.graphs[name].variants
+    if precision == "auto":
+        latency_ms = folder.measurements("cpu").get("latency_ms", {}).get(name, {})
+        precision = min(variants, key=lambda one: latency_ms.get(one, math.inf))
+    if precision not in variants:
+        reason = manifest.graphs[name].left_out.get(precision, "it was not asked for")
+        msg = f"{folder.path} holds no {precision} of {name} ({reason}); it holds {', '.join(variants)}"
+        raise BundleError(msg)
+    fetched = {step.output for step in manifest.provenance.steps if (step.name, step.graph) == ("fetch", name)}
+    source = next((source for source in manifest.provenance.sources if source.sha256 in fetched), None)
+    if source is None:
+        msg = f"{folder.path} does not say which checkpoint {name} was made of: build the bundle again"
+        raise BundleError(msg)
+    labels = folder.read_labels()
+    original = read_lines(sources.fetch(source), lines, labels, runtime, threads)
+    packed = read_lines(folder.read(variants[precision].graph), lines, labels, runtime, threads)
+    return {"graph": name, "precision": precision} | compare(lines, original, packed)
+
+
+def read_lines(
+    graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int
+) -> list[str]:
+    """What `graph` reads on each line. It ends in a CTC head, or in the softmax of a checkpoint as published.
+
+    A checkpoint is measured as its publishers measure it: width kept, padded to at least 320 and no further.
+    """
+    session = runtime.open(graph, threads=1)
+    published = {tensor.name for tensor in session.spec.outputs} != {"index", "probability"}
+
+    def read(line: Line) -> str:
+        x_NCHW = lines_task.prepare(line.picture_HWC)  # noqa: N806 - layout
+        if published:
+            height, width = line.picture_HWC.shape[:2]
+            content = -(-lines_task.HEIGHT * width // height)
+            x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]  # noqa: N806 - layout
+        best_class, probability = _decoded(session, np.ascontiguousarray(x_NCHW), published)
+        return lines_task.decode(best_class[0], probability[0], labels)[0]
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(read, lines))
+
+
+def _decoded(session: Session, x_NCHW: Array, published: bool) -> tuple[Array, Array]:  # noqa: N803 - layout
+    outputs = session.run({"x": x_NCHW})
+    if published:
+        (softmax,) = outputs.values()
+        return ctc_head_of_softmax(softmax)
+    return outputs["index"], outputs["probability"]
+
+
+def accuracy(lines: Sequence[Line], read: Sequence[str]) -> Accuracy:
+    """Exact match and character error rate of what was `read`."""
+    exact, cer = text.exact_and_cer(_pairs(lines, read))
+    return Accuracy(round(exact, _DIGITS), round(cer, _DIGITS), len(lines))
+
+
+def _pairs(lines: Sequence[Line], read: Sequence[str]) -> list[tuple[str, str]]:
+    return [
+        (text.normalise(line.text, text.source_of(line.file)), text.normalise(one, text.source_of(line.file)))
+        for line, one in zip(lines, read, strict=True)
+    ]
+
+
+def compare(lines: Sequence[Line], original: Sequence[str], packed: Sequence[str]) -> dict[str, Any]:
+    """The report that `provision verify --json` prints; shares between 0 and 1.
+
+    `agreement` is the share of lines on which both read the same normalised text. `interval` is the 95 % interval of
+    packed minus original, by the bootstrap over lines (Efron 1979) with a fixed seed: lines are drawn in
+    pairs, because both read the same ones. `resolved` tells whether the lines are enough to see one point:
+    one standard error of the difference of exact match is below 0.01.
+    """
+    one, other = _pairs(lines, original), _pairs(lines, packed)
+    samples = _resampled_differences(one, other)
+    low, high = np.percentile(samples, [2.5, 97.5], axis=0).round(_DIGITS).tolist()
+    sources = [text.source_of(line.file) for line in lines]
+    by_source = {}
+    for source in sorted(set(sources)):
+        chosen = [i for i, its in enumerate(sources) if its == source]
+        by_source[source] = {
+            name: vars_of(accuracy([lines[i] for i in chosen], [read[i] for i in chosen]))
+            for name, read in (("original", original), ("packed", packed))
+        }
+    return {
+        "original": vars_of(accuracy(lines, original)),
+        "packed": vars_of(accuracy(lines, packed)),
+        "agreement": round(float(np.mean([a[1] == b[1] for a, b in zip(one, other, strict=True)])), _DIGITS),
+        "interval": {"exact": [low[0], high[0]], "cer": [low[1], high[1]]},
+        "resolved": bool(samples[:, 0].std() < _POINT),
+        "by_source": by_source,
+    }
+
+
+def vars_of(measured: Accuracy) -> dict[str, Any]:
+    """Plain data."""
+    return {"exact": measured.exact, "cer": measured.cer, "lines": measured.lines}
+
+
+def _resampled_differences(one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> Array:
+    """Differences (exact, CER) of `other` minus `one` [resamples, 2], each over lines drawn with replacement."""
+    wrong = np.array([[label != read for label, read in pairs] for pairs in (one, other)], np.float64)
+    distance = np.array([[text.edit_distance(label, read) for label, read in pairs] for pairs in (one, other)])
+    length = np.array([len(label) for label, _ in one])
+    drawn = np.random.default_rng(0).integers(len(one), size=(_RESAMPLES, len(one)))
+    exact = (wrong[0] - wrong[1])[drawn].mean(axis=1)
+    cer = (distance[1] - distance[0])[drawn].sum(axis=1) / np.maximum(length[drawn].sum(axis=1), 1)
+    return np.stack([exact, cer], axis=1)
+
+
+def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> float:
+    """Share of samples that get the same class from both."""
+    same = [
+        _only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs
+    ]
+    return round(float(np.mean(np.concatenate(same))), _DIGITS)
+
+
+def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], threshold: float) -> float:
+    """Intersection over union of the areas above `threshold` in the maps of both, over all samples."""
+    both = either = 0
+    for one in inputs:
+        a, b = _only(original, one) > threshold, _only(packed, one) > threshold
+        both += int((a & b).sum())
+        either += int((a | b).sum())
+    return round(both / either, _DIGITS) if either else 1.0
+
+
+def _only(session: Session, inputs: Mapping[str, Array]) -> Array:
+    (output,) = session.run(inputs).values()
+    return output

@@ -1,0 +1,121 @@
+"""Makes convolutions and products with constant matrices compute on INT8, spelled as explicit Q/DQ.
+
+Requires: pass normalise; for every tensor that such an operator reads (see `targets`) a threshold and the mean of
+each channel on calibration samples.
+Ensures: the first input of each such operator passes QuantizeLinear and DequantizeLinear with one scale for the tensor;
+its weights are int8 initializers behind a DequantizeLinear with a scale for each output channel; all zero points
+are 0 and signed; nothing is placed on outputs or on biases; everything else stays in float.
+
+    q = clip(round(x / scale), -128, 127),    scale = threshold / 127
+
+Rounding weights shifts the mean of what they compute, most of all over plain areas. A convolution's bias, which is
+float, takes that shift back (Nagel et al. 2019, "Data-Free Quantization through Weight Equalization and Bias
+Correction", section 4.2; borders are taken for the inside):
+
+    b' = b + sum over inputs (w - w_quantized) E[x]
+
+Left in float: products of two computed matrices (attention, 0.1 % of the arithmetic; the fused kernel computes them
+itself), and convolutions of pooled vectors, which are too small to gain anything and whose channels equalisation
+would have to trade against those of a whole map.
+
+Axes in names: M output channels, G input channels of a group, H and W of the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes import common
+
+from models.spec import Array
+from provisioning.passes import constant, initializer
+
+_CHANNEL_AXIS = {"Conv": 1, "Gemm": -1, "MatMul": -1}
+"""The operators, and the axis of channels in what they read."""
+_LARGEST = 127
+
+
+def targets(model: ir.Model, float_first: int = 0) -> list[ir.Node]:
+    """The operators of `model` that this pass takes: all but the first `float_first` of those that it could."""
+    return [node for node in model.graph if _fits(node)][float_first:]
+
+
+def _fits(node: ir.Node) -> bool:
+    if node.op_type not in _CHANNEL_AXIS or constant(node.inputs[1]) is None or constant(node.inputs[0]) is not None:
+        return False
+    shape = node.inputs[0].shape
+    return node.op_type != "Conv" or shape is None or tuple(shape[2:]) != (1, 1)
+
+
+def expose(model: ir.Model) -> dict[str, int]:
+    """Make outputs of what the operators read, so that it can be watched; answers name -> axis of its channels."""
+    axes = {}
+    for node in targets(model):
+        value = node.inputs[0]
+        axes[str(value.name)] = _CHANNEL_AXIS[node.op_type]
+        if value not in model.graph.outputs and not value.is_graph_input():
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+            model.graph.outputs.append(value)
+    return axes
+
+
+def quantize(
+    model: ir.Model, thresholds: Mapping[str, float], means: Mapping[str, Array], float_first: int = 0
+) -> ir.Model:
+    """Quantize all `targets`.
+
+    `thresholds[name]` is the largest |x| that the scale of tensor `name` represents, `means[name]` E[x] of its channels.
+    """
+    zero = initializer(model, "q_zero", np.array(0, np.int8))
+    passed: dict[ir.Value, ir.Value] = {}
+    for node in targets(model, float_first):
+        value = node.inputs[0]
+        _store_int8(model, node, means[str(value.name)])
+        if value not in passed:
+            passed[value] = _through_int8(model, node, thresholds[str(value.name)], zero)
+        node.replace_input_with(0, passed[value])
+    common.RemoveUnusedNodesPass()(model)
+    return model
+
+
+def _through_int8(model: ir.Model, node: ir.Node, threshold: float, zero: ir.Value) -> ir.Value:
+    """The first input of `node` after QuantizeLinear and DequantizeLinear, which all its readers share."""
+    value = node.inputs[0]
+    scale = initializer(model, f"{value.name}_scale", np.array(max(threshold, 1e-8) / _LARGEST, np.float32))
+    quantized = ir.node("QuantizeLinear", [value, scale, zero], name=f"{value.name}_q")
+    restored = ir.node("DequantizeLinear", [quantized.outputs[0], scale, zero], name=f"{value.name}_dq")
+    for made in (quantized, restored):
+        made.outputs[0].name = made.name
+    model.graph.insert_before(node, [quantized, restored])
+    return restored.outputs[0]
+
+
+def _store_int8(model: ir.Model, node: ir.Node, mean: Array) -> None:
+    """Replace the weights of `node` by int8 ones behind a DequantizeLinear, and correct its bias for them."""
+    weights = constant(node.inputs[1]).numpy()
+    axis = 0 if node.op_type == "Conv" or node.attributes.get_int("transB", 0) else weights.ndim - 1
+    others = tuple(i for i in range(weights.ndim) if i != axis)
+    scales = (np.maximum(np.abs(weights).max(axis=others), 1e-8) / _LARGEST).astype(np.float32)
+    along = np.expand_dims(scales, others)
+    whole = np.clip(np.round(weights / along), -_LARGEST, _LARGEST).astype(np.int8)
+    restored = ir.node(
+        "DequantizeLinear",
+        [
+            initializer(model, f"{node.name}_weights", whole),
+            initializer(model, f"{node.name}_scales", scales),
+            initializer(model, f"{node.name}_zeros", np.zeros(len(scales), np.int8)),
+        ],
+        {"axis": axis},
+        name=f"{node.name}_weights_dq",
+    )
+    restored.outputs[0].name = restored.name
+    model.graph.insert_before(node, restored)
+    node.replace_input_with(1, restored.outputs[0])
+    bias = constant(node.inputs[2]) if node.op_type == "Conv" and len(node.inputs) > 2 else None  # noqa: PLR2004
+    if bias is not None:
+        lost_MG = (weights.astype(np.float64) - whole * along.astype(np.float64)).sum(axis=(2, 3))  # noqa: N806
+        shift = lost_MG[:, 0] * mean if node.attributes.get_int("group", 1) > 1 else lost_MG @ mean
+        corrected = (bias.numpy() + shift).astype(np.float32)
+        node.replace_input_with(2, initializer(model, f"{node.name}_bias", corrected))

@@ -1,0 +1,140 @@
+"""A recipe: which checkpoints become which bundle, by which steps, and how good the result must be.
+
+A TOML file, read strictly: a key that is not known is refused with the nearest one that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from models import schema
+from models.errors import ConfigError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROLES = {"detect": "overlap", "classify": "same_class", "recognise": "exact_drop"}
+"""What a graph does in a reading pipeline -> the limit that its gate needs."""
+PASSES = ("normalise", "ctc_head")
+PRECISIONS = ("fp32", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """An installed distribution that carries checkpoints."""
+
+    package: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Limits, as shares between 0 and 1, that every precision must keep against the graph as published."""
+
+    exact_drop: float | None = None
+    """Largest fall of exact match on the gate lines."""
+    same_class: float | None = None
+    """Smallest share of lines that get the same class."""
+    overlap: float | None = None
+    """Smallest intersection over union of the text areas found on pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Int8:
+    """How a graph is quantized."""
+
+    percentile: float = 99.99
+    """Percent of a tensor's elements that its scale represents without clipping."""
+    share: float = 0.7
+    """How far equalisation moves the difficulty from activations to weights."""
+    float_first: int = 0
+    """Operators, counted from the input on, that stay in float."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecipe:
+    """One graph of the bundle."""
+
+    role: str
+    file: str
+    sha256: str
+    shape: tuple[int, ...]
+    passes: tuple[str, ...]
+    precisions: tuple[str, ...]
+    gate: Gate
+    labels: str = ""
+    """Key of the file's metadata that holds the labels; empty when the graph has none."""
+    int8: Int8 = field(default_factory=Int8)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecipe:
+    """The task of the bundle (see `models.tasks`) and its settings."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A whole recipe."""
+
+    name: str
+    version: str
+    licence: str
+    data: str
+    source: Package
+    task: TaskRecipe
+    graphs: Mapping[str, GraphRecipe]
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """A recipe and where it was read from."""
+
+    recipe: Recipe
+    sha256: str
+    default_data: Path
+    """The recipe's data folder, under the project's root."""
+
+
+def read(path: Path) -> RecipeFile:
+    """Read and check a recipe; raises ConfigError with one sentence that names the key."""
+    try:
+        content = path.read_bytes()
+        recipe = schema.load(Recipe, tomllib.loads(content.decode()))
+    except OSError as error:
+        msg = f"recipe {path} cannot be read ({error.strerror})"
+        raise ConfigError(msg) from error
+    except ValueError as error:  # not UTF-8, not TOML, or not a recipe
+        msg = f"recipe {path} cannot be used: {error}"
+        raise ConfigError(msg) from error
+    _check(recipe, path)
+    root = next((folder for folder in path.resolve().parents if (folder / "pyproject.toml").exists()), path.parent)
+    return RecipeFile(recipe, hashlib.sha256(content).hexdigest(), root / recipe.data)
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    for name, graph in recipe.graphs.items():
+        for what, values, known in (
+            ("role", (graph.role,), tuple(ROLES)),
+            ("passes", graph.passes, PASSES),
+            ("precisions", graph.precisions, PRECISIONS),
+        ):
+            unknown = [value for value in values if value not in known]
+            if unknown:
+                msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
+                raise ConfigError(msg)
+        if graph.passes[:1] != ("normalise",) or not graph.precisions:
+            msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
+            raise ConfigError(msg)
+        if getattr(graph.gate, ROLES[graph.role]) is None:
+            msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
+            raise ConfigError(msg)

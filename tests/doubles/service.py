@@ -1,0 +1,134 @@
+"""`appliance.service.Service` without workers: the model `echo` and the bundle `reader`, both at version 1.0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from appliance.core.command import Command, CommandResult
+from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Origin
+from models.errors import BadInput, NotFound
+from models.spec import ModelSpec, Tensor, TensorSpec, check_inputs
+
+ECHO = ModelSpec(
+    inputs=(TensorSpec("x", "FP32", (-1, 2)),),
+    outputs=(TensorSpec("y", "FP32", (-1, 2)), TensorSpec("sum", "FP32", (-1,))),
+)
+
+
+class MemoryService:
+    """Answers at once: `echo` gives its input and the sum of each row, `reader` the length of each picture."""
+
+    def __init__(self, *, fault: Exception | None = None, unready: Mapping[str, str] | None = None) -> None:
+        """Raise `fault` for every request that names a model rightly; `unready` says why a model is not ready."""
+        self.device_id = "memory"
+        self.listeners: list[Callable[[], None]] = []
+        self.requests: list[InferRequest] = []
+        self._fault = fault
+        self._unready = unready or {}
+        self._results: dict[str, CommandResult] = {}
+
+    def start(self) -> None:
+        """Nothing needs to be started."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Nothing needs to be stopped."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model is ready."""
+        return not self._unready
+
+    def models(self) -> list[ModelInfo]:
+        """Both models."""
+        return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
+
+    def model(self, name: str, version: str | None = None) -> ModelInfo:
+        """One model; raises NotFound."""
+        for info in self.models():
+            if info.name == name and version in {None, info.version}:
+                return info
+        msg = f"there is no model {name!r} in version {version or 'any'}"
+        raise NotFound(msg)
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Run a model on tensors."""
+        spec = self._admit(request)
+        arrays = self._compute(request)
+        names = request.outputs or [tensor.name for tensor in spec.outputs]
+        if set(names) - set(arrays):
+            msg = f"there is no output among {names} but {', '.join(arrays)}"
+            raise BadInput(msg)
+        origin = Origin(request.model, "1.0", "memory", "unverified-local", None)
+        return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], {"inference": 0.0})
+
+    async def predict(self, request: InferRequest) -> dict[str, Any]:
+        """The document about one picture."""
+        if request.model == "echo":
+            raise BadInput("this model takes raw tensors, not pictures: use its infer endpoint")
+        self._admit(request)
+        document: dict[str, Any] = orjson.loads(self._compute(request)["result"][0])
+        return document
+
+    def execute(self, command: Command) -> CommandResult:
+        """Carry out an order; the same id always gets the same answer."""
+        return self._results.setdefault(command.id, CommandResult(command.id, "done", result=self.status()))
+
+    def status(self) -> dict[str, Any]:
+        """The same keys as the real service."""
+        return {
+            "device_id": self.device_id,
+            "appliance": "0",
+            "uptime_s": 1.0,
+            "ready": self.ready,
+            "models": [
+                {
+                    "name": info.name,
+                    "version": info.version,
+                    "digest": None,
+                    "trust": "unverified-local",
+                    "ready": info.ready,
+                    "reason": info.reason or None,
+                    "runtime": "memory" if info.ready else None,
+                    "precision": {},
+                    "waiting": 0,
+                    "running": 0,
+                }
+                for info in self.models()
+            ],
+            "workers": [{"pid": None, "bundle": "reader", "version": "1.0", "state": "ready", "restarts": 2}],
+        }
+
+    def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:
+        reason = self._unready.get(name, "")
+        return ModelInfo(name, "1.0", platform, spec, ready=not reason, reason=reason)
+
+    def _admit(self, request: InferRequest) -> ModelSpec:
+        """Remember the request and return what its model takes and gives; raises what the request deserves."""
+        spec = self.model(request.model, request.version).spec
+        if self._fault:
+            raise self._fault
+        check_inputs(spec, request.tensors)
+        # Payloads are only borrowed until the answer.
+        owned: Sequence[Tensor] = [replace(tensor, data=bytes(tensor.data)) for tensor in request.tensors]
+        self.requests.append(replace(request, tensors=owned))
+        return spec
+
+    @staticmethod
+    def _compute(request: InferRequest) -> dict[str, Any]:
+        array = request.tensors[0].to_array()
+        if request.model == "echo":
+            return {"y": array, "sum": array.sum(axis=1)}
+        documents = [
+            orjson.dumps(
+                {"model": "reader", "version": "1.0", "runtime": "memory", "degraded": None, "bytes": len(item)}
+            )
+            for item in array
+        ]
+        result = np.empty(len(documents), dtype=np.object_)
+        result[:] = documents
+        return {"result": result}

@@ -1,0 +1,1 @@
+"""What the journey tests start and ask: real daemons, a real broker, tiny real models."""

@@ -1,0 +1,163 @@
+"""A real mosquitto on a free loopback port, and a client that remembers what it hears."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import paho.mqtt.client as paho
+import pytest
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+from paho.mqtt.subscribeoptions import SubscribeOptions
+from typing_extensions import Self
+
+from support.processes import clean_environment, end_marked, eventually, free_port, new_mark
+
+MOSQUITTO = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/local/sbin:/usr/sbin:/sbin")
+
+needs_mosquitto = pytest.mark.skipif(MOSQUITTO is None, reason="condition mosquitto: the broker is not installed")
+
+
+class Mosquitto:
+    """A broker that can be started, stopped and started again on the same port."""
+
+    def __init__(self, folder: Path, *, anonymous: bool = True) -> None:
+        """Choose a port; nothing runs yet. Without `anonymous` everybody is refused."""
+        self.port = free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self._mark = new_mark()
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log_path = folder / "mosquitto.log"
+        self._config = folder / "mosquitto.conf"
+        self._config.write_text(
+            # Tests may run as root, whose privileges it would otherwise drop for a user without access to `folder`.
+            f"user root\nlistener {self.port} 127.0.0.1\nallow_anonymous {str(anonymous).lower()}\n"
+            f"persistence true\npersistence_location {folder}/\n"
+        )
+
+    @property
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self._log_path.read_text()
+
+    def start(self) -> Mosquitto:
+        """Run until it takes connections."""
+        assert MOSQUITTO
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                [MOSQUITTO, "-c", str(self._config)],
+                env=clean_environment(self._mark),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        eventually(self._listens, "mosquitto listens")
+        return self
+
+    def stop(self) -> None:
+        """End it cleanly, so that retained messages are kept."""
+        if self._process:
+            self._process.terminate()
+            self._process.wait(10)
+            self._process = None
+
+    def close(self) -> None:
+        """Leave nothing behind, whatever happened."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.stop()
+        end_marked(self._mark)
+
+    def _listens(self) -> bool:
+        assert self._process
+        assert self._process.poll() is None, self.log
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@dataclass(frozen=True)
+class Message:
+    """What arrived."""
+
+    topic: str
+    payload: bytes
+    retained: bool
+    correlation: bytes | None
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The payload as JSON."""
+        document: dict[str, Any] = json.loads(self.payload)
+        return document
+
+
+@dataclass
+class Listener:
+    """Somebody at the broker who subscribes to everything, remembers it, and can publish."""
+
+    port: int
+    heard: list[Message] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        """Connect and subscribe."""
+        ready = threading.Event()
+        self._client = paho.Client(CallbackAPIVersion.VERSION2, protocol=paho.MQTTv5)
+        self._client.on_message = self._hear
+        self._client.on_connect = self._subscribe
+        self._client.on_subscribe = lambda *_args: ready.set()
+        self._client.connect("127.0.0.1", self.port)
+        self._client.loop_start()
+        assert ready.wait(10)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave."""
+        self._client.disconnect()
+        self._client.loop_stop()
+
+    def _hear(self, _client: paho.Client, _userdata: object, message: paho.MQTTMessage) -> None:
+        correlation = getattr(message.properties, "CorrelationData", None)
+        self.heard.append(Message(message.topic, bytes(message.payload), message.retain, correlation))
+
+    def _subscribe(self, client: paho.Client, *_facts: object) -> None:
+        client.subscribe("#", options=SubscribeOptions(qos=1))
+
+    def publish(
+        self, topic: str, payload: object, *, retain: bool = False, reply_to: str = "", correlation: bytes | None = None
+    ) -> None:
+        """Send bytes as they are, anything else as JSON, and wait for the broker to have it."""
+        properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call] # paho leaves it untyped
+        if reply_to:
+            properties.ResponseTopic = reply_to
+        if correlation is not None:
+            properties.CorrelationData = correlation
+        content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
+        self._client.publish(topic, content, qos=1, retain=retain, properties=properties).wait_for_publish(10)
+
+    def on(self, topic: str) -> list[Message]:
+        """What was heard on one topic."""
+        return [message for message in list(self.heard) if message.topic == topic]
+
+    def wait_for(self, topic: str, within_s: float = 10.0, **fields: object) -> Message:
+        """The first message on `topic` whose document has `fields`."""
+
+        def found() -> Message | None:
+            return next((message for message in self.on(topic) if _has(message, fields)), None)
+
+        message = eventually(found, f"{topic} says {fields}; heard so far: {self.heard[-5:]}", within_s)
+        assert message
+        return message
+
+
+def _has(message: Message, fields: Mapping[str, object]) -> bool:
+    return not fields or all(message.document.get(name) == value for name, value in fields.items())

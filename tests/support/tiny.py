@@ -1,0 +1,153 @@
+"""Tiny real models, built on the spot: what the journey tests serve instead of hundreds of megabytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
+from models.folder import pack_arrays, write_bundle
+from models.spec import ModelSpec, TensorSpec
+
+DATATYPES = {
+    "BOOL": TensorProto.BOOL,
+    "UINT8": TensorProto.UINT8,
+    "UINT16": TensorProto.UINT16,
+    "UINT32": TensorProto.UINT32,
+    "UINT64": TensorProto.UINT64,
+    "INT8": TensorProto.INT8,
+    "INT16": TensorProto.INT16,
+    "INT32": TensorProto.INT32,
+    "INT64": TensorProto.INT64,
+    "FP16": TensorProto.FLOAT16,
+    "FP32": TensorProto.FLOAT,
+    "FP64": TensorProto.DOUBLE,
+    "BYTES": TensorProto.STRING,
+}
+WEIGHTS = np.random.default_rng(7).normal(size=(16, 16)).astype(np.float32)
+
+
+def null_model(path: Path, delay_s: float = 0.0) -> Path:
+    """A graph of the null runtime: `y` [any, any] is `x` after `delay_s`."""
+    path.write_text(json.dumps({"delay_s": delay_s}))
+    return path
+
+
+def linear_model(path: Path) -> Path:
+    """`y` = `x` WEIGHTS, FP32 [N, 16]."""
+    return _save(
+        path,
+        [helper.make_node("MatMul", ["x", "weights"], ["y"])],
+        [_value("x", TensorProto.FLOAT, ["N", 16])],
+        [_value("y", TensorProto.FLOAT, ["N", 16])],
+        [numpy_helper.from_array(WEIGHTS, "weights")],
+    )
+
+
+def types_model(path: Path) -> Path:
+    """Every datatype, [N] each, comes back as it was: input `FP32` as output `FP32_out`, and so on."""
+    return _save(
+        path,
+        [helper.make_node("Identity", [name], [f"{name}_out"]) for name in DATATYPES],
+        [_value(name, kind, ["N"]) for name, kind in DATATYPES.items()],
+        [_value(f"{name}_out", kind, ["N"]) for name, kind in DATATYPES.items()],
+    )
+
+
+def text_model(path: Path) -> Path:
+    """`y` is `x`, BYTES [N]."""
+    return _save(
+        path,
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [_value("x", TensorProto.STRING, ["N"])],
+        [_value("y", TensorProto.STRING, ["N"])],
+    )
+
+
+def elevens_model(path: Path) -> Path:
+    """`y` [N / 11, 11] is `x` [N]: no size that a daemon would guess goes through."""
+    return _save(
+        path,
+        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
+        [_value("x", TensorProto.FLOAT, ["N"])],
+        [_value("y", TensorProto.FLOAT, ["M", 11])],
+        [numpy_helper.from_array(np.array([-1, 11], np.int64), "shape")],
+    )
+
+
+def pair_model(path: Path) -> Path:
+    """`sum` and `difference` of `a` and `b`, FP32 [4]."""
+    return _save(
+        path,
+        [helper.make_node("Add", ["a", "b"], ["sum"]), helper.make_node("Sub", ["a", "b"], ["difference"])],
+        [_value(name, TensorProto.FLOAT, [4]) for name in ("a", "b")],
+        [_value(name, TensorProto.FLOAT, [4]) for name in ("sum", "difference")],
+    )
+
+
+def blank_bundle(path: Path) -> Path:
+    """A bundle of task `reading` that takes every picture and finds no text in it.
+
+    Its detector is real, sees every pixel, and says 0 everywhere.
+    """
+    spec = ModelSpec((TensorSpec("x", "FP32", (1, 3, -1, -1)),), (TensorSpec("y", "FP32", (1, 1, -1, -1)),))
+    graph = _save(
+        path.with_suffix(".onnx"),
+        [
+            helper.make_node("ReduceMean", ["x"], ["mean"], axes=[1], keepdims=1),
+            helper.make_node("Mul", ["mean", "zero"], ["y"]),
+        ],
+        [_value("x", TensorProto.FLOAT, [1, 3, "H", "W"])],
+        [_value("y", TensorProto.FLOAT, [1, 1, "H", "W"])],
+        [numpy_helper.from_array(np.zeros(1, np.float32), "zero")],
+    ).read_bytes()
+    inputs = pack_arrays({"x": np.ones((1, 3, 32, 32), np.float32)})
+    outputs = pack_arrays({"y": np.zeros((1, 1, 32, 32), np.float32)})
+    golden = Golden(Blob.of(inputs), Blob.of(outputs), tolerance=1e-6)
+    manifest = Manifest(
+        name="blank",
+        version="1.0.0",
+        licence="Apache-2.0",
+        task=TaskSpec("reading"),
+        graphs={"det": Graph(spec, {"fp32": Variant(Blob.of(graph), golden)})},
+        provenance=Provenance("0" * 64, {}, {}, (), ()),
+    )
+    write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
+    return path
+
+
+def _value(name: str, kind: int, shape: list[int | str]) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def _save(
+    path: Path,
+    nodes: list[onnx.NodeProto],
+    inputs: list[onnx.ValueInfoProto],
+    outputs: list[onnx.ValueInfoProto],
+    weights: list[onnx.TensorProto] | None = None,
+) -> Path:
+    graph = helper.make_graph(nodes, path.stem, inputs, outputs, weights or [])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    onnx.checker.check_model(model)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def picture(width: int, height: int) -> bytes:
+    """A PNG of noise."""
+    pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
+    _done, content = cv2.imencode(".png", pixels)
+    return content.tobytes()
+
+
+def jpeg(width: int, height: int) -> bytes:
+    """A JPEG of noise."""
+    pixels = np.random.default_rng(height).integers(0, 255, (height, width, 3), np.uint8)
+    _done, content = cv2.imencode(".jpg", pixels)
+    return content.tobytes()

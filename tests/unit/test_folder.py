@@ -1,0 +1,169 @@
+"""A bundle on disk: written whole or not at all, and checked each time it is read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
+from models.errors import BundleError
+from models.folder import MANIFEST, BundleFolder, blob_path, pack_arrays, write_bundle, write_file
+from models.spec import Array, ModelSpec
+
+pytestmark = pytest.mark.unit
+
+ARRAYS = {"b/y": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array([1, 2], np.int64)}
+
+
+def packed(graph: bytes = b"graph", golden: bytes | None = None) -> tuple[Manifest, dict[str, bytes]]:
+    """A manifest, and the content of its blobs by sha256."""
+    contents = (graph, pack_arrays(ARRAYS) if golden is None else golden, b"outputs", "a\n ß\nc".encode())
+    blobs = [Blob.of(content) for content in contents]
+    manifest = Manifest(
+        name="reader",
+        version="1",
+        licence="MIT",
+        task=TaskSpec("tensors", labels=blobs[3]),
+        graphs={
+            "rec": Graph(ModelSpec((), ()), {"fp32": Variant(blobs[0], Golden(blobs[1], blobs[2], tolerance=0.1))})
+        },
+        provenance=Provenance("0" * 64, {}, {}, (), ()),
+    )
+    return manifest, {blob.sha256: content for blob, content in zip(blobs, contents, strict=True)}
+
+
+def golden_of(folder: BundleFolder) -> Blob:
+    """The blob that holds the golden inputs."""
+    return folder.manifest.graphs["rec"].variants["fp32"].golden.inputs
+
+
+def test_a_written_bundle_reads_back_with_its_identity_blobs_labels_and_arrays(tmp_path: Path) -> None:
+    manifest, blobs = packed()
+    write_bundle(tmp_path / "made" / "here", manifest, blobs, {})
+    folder = BundleFolder(tmp_path / "made" / "here")
+    assert folder.manifest.digest == manifest.digest
+    assert folder.read(manifest.graphs["rec"].variants["fp32"].graph) == b"graph"
+    assert folder.read_labels() == ["a", " ß", "c"]
+    arrays = folder.read_arrays(golden_of(folder))
+    assert arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert arrays[name].dtype == array.dtype
+        assert (arrays[name] == array).all()
+
+
+def test_a_bundle_without_labels_has_none(tmp_path: Path) -> None:
+    manifest, blobs = packed()
+    write_bundle(tmp_path, replace(manifest, task=TaskSpec("tensors")), blobs, {})
+    assert BundleFolder(tmp_path).read_labels() == []
+
+
+def test_the_same_bundle_is_the_same_files_wherever_it_is_written(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_bundle(tmp_path / name, *packed(), {"cpu": {"ms": 1}})
+
+    def files(folder: Path) -> Mapping[str, bytes]:
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    assert files(tmp_path / "one") == files(tmp_path / "two")
+    assert len(files(tmp_path / "one")) == 6
+
+
+def test_packed_arrays_are_the_same_bytes_in_any_order() -> None:
+    assert pack_arrays(ARRAYS) == pack_arrays(dict(reversed(ARRAYS.items())))
+
+
+def test_a_new_bundle_in_an_old_folder_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(b"old graph"), {"cpu": {"ms": 1}, "orin-nx": {"ms": 2}})
+    write_bundle(tmp_path, *packed(b"new graph"), {"cpu": {"ms": 3}})
+    folder = BundleFolder(tmp_path)
+    assert {path.name for path in (tmp_path / "blobs" / "sha256").iterdir()} == {
+        blob.sha256 for blob in folder.manifest.blobs()
+    }
+    assert folder.measurements("cpu") == {"ms": 3}
+    assert folder.measurements("orin-nx") == {}
+
+
+def test_a_folder_without_its_manifest_is_no_bundle_and_says_how_to_make_one(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(), {})
+    (tmp_path / MANIFEST).unlink()
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(BundleError, match=r"is no bundle: manifest\.json cannot be read .*`provision build`"):
+            BundleFolder(path)
+
+
+def test_a_write_that_fails_half_way_leaves_no_bundle(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(b"old graph"), {})
+    manifest, blobs = packed(b"new graph")
+    damaged = {sha256: content + b"!" for sha256, content in blobs.items()}
+    with pytest.raises(BundleError, match="is damaged"):
+        write_bundle(tmp_path, manifest, damaged, {})
+    with pytest.raises(BundleError, match="is no bundle"):
+        BundleFolder(tmp_path)
+
+
+def test_a_damaged_blob_is_refused_when_it_is_read_not_when_the_bundle_is_opened(tmp_path: Path) -> None:
+    manifest, blobs = packed()
+    write_bundle(tmp_path, manifest, blobs, {})
+    graph = manifest.graphs["rec"].variants["fp32"].graph
+    blob_path(tmp_path, graph).write_bytes(b"grapf")
+    folder = BundleFolder(tmp_path)
+    with pytest.raises(BundleError, match=f"blob {graph.sha256[:12]} is damaged"):
+        folder.read(graph)
+    blob_path(tmp_path, graph).unlink()
+    with pytest.raises(BundleError, match=r"cannot be read .*: fetch or build it again"):
+        folder.read(graph)
+
+
+def pickled() -> bytes:
+    """An npz file that would run code when it is opened carelessly."""
+    buffer = io.BytesIO()
+    np.savez(buffer, x=np.array([object], dtype=object))
+    return buffer.getvalue()
+
+
+def one_array(array: Array) -> bytes:
+    """An npy file, which is no npz file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no arrays", pack_arrays(ARRAYS)[:-40], pickled(), one_array(np.zeros(2))],
+    ids=["empty", "text", "cut", "pickle", "npy"],
+)
+def test_a_golden_vector_that_holds_no_arrays_is_a_damaged_bundle(tmp_path: Path, content: bytes) -> None:
+    write_bundle(tmp_path, *packed(golden=content), {})
+    folder = BundleFolder(tmp_path)
+    with pytest.raises(BundleError, match="holds no arrays"):
+        folder.read_arrays(golden_of(folder))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b"\xff"])
+def test_measurements_that_are_missing_or_unusable_are_none(tmp_path: Path, content: bytes | None) -> None:
+    write_bundle(tmp_path, *packed(), {"cpu": {"ms": 1}})
+    path = tmp_path / "measurements" / "cpu.json"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert BundleFolder(tmp_path).measurements("cpu") == {}
+
+
+def test_a_replaced_file_holds_the_new_content_and_leaves_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    for content in (b"long old content", b"new"):
+        write_file(path, content)
+    assert path.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_write_into_a_missing_folder_fails_and_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        write_file(tmp_path / "missing" / "state", b"new")
+    assert list(tmp_path.iterdir()) == []

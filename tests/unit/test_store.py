@@ -1,0 +1,82 @@
+"""The state folder: one daemon at a time, and what it remembers between runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from appliance.adapters.store import Store
+from models.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+DIGEST = "0" * 64
+MACHINE = {"cpu": "a", "onnxruntime": "1.23"}
+LATENCY_MS = {"rec": {"fp32": 5.5, "int8": 3.25}}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    """An open store in a folder that did not exist."""
+    with closing(Store(tmp_path / "made" / "state")) as opened:
+        yield opened
+
+
+def test_a_second_daemon_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+    first = Store(tmp_path)
+    with pytest.raises(ConfigError, match=r"another daemon uses the state folder .* --state-dir"):
+        Store(tmp_path)
+    first.close()
+    Store(tmp_path).close()
+
+
+def test_a_state_folder_that_cannot_be_made_is_refused_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"file/state cannot be used \(Not a directory\): give another"):
+        Store(tmp_path / "file" / "state")
+
+
+def test_a_device_keeps_the_name_it_made_for_itself(tmp_path: Path) -> None:
+    with closing(Store(tmp_path)) as store:
+        name = store.device_id()
+        assert re.fullmatch(r"device-[0-9a-f]{12}", name)
+        assert store.device_id() == name
+    with closing(Store(tmp_path)) as store:
+        assert store.device_id() == name
+
+
+def test_two_devices_make_different_names(tmp_path: Path) -> None:
+    with closing(Store(tmp_path / "a")) as one, closing(Store(tmp_path / "b")) as other:
+        assert one.device_id() != other.device_id()
+
+
+def test_a_name_written_by_hand_is_taken_without_its_line_end(store: Store) -> None:
+    (store.path / "device_id").write_text("press-7\n")
+    assert store.device_id() == "press-7"
+
+
+def test_latencies_are_remembered_after_a_restart_on_the_same_machine_for_the_same_bundle(tmp_path: Path) -> None:
+    with closing(Store(tmp_path)) as store:
+        assert store.latency_ms(DIGEST, MACHINE) == {}
+        store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
+    with closing(Store(tmp_path)) as store:
+        assert store.latency_ms(DIGEST, MACHINE) == LATENCY_MS
+        assert store.latency_ms("1" * 64, MACHINE) == {}
+
+
+@pytest.mark.parametrize("machine", [{**MACHINE, "cpu": "b"}, {**MACHINE, "onnxruntime": "1.24"}, {}])
+def test_latencies_of_another_machine_are_not_believed(store: Store, machine: dict[str, str]) -> None:
+    store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
+    assert store.latency_ms(DIGEST, machine) == {}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"machine": {"cpu": "a", "onnxruntime": "1.23"}}'])
+def test_latencies_that_cannot_be_read_are_measured_again(store: Store, content: bytes) -> None:
+    store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
+    (kept,) = store.path.glob("engines/*/cpu/measurements.json")
+    kept.write_bytes(content)
+    assert store.latency_ms(DIGEST, MACHINE) == {}
