@@ -71,8 +71,10 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         print(json.dumps(answer, ensure_ascii=False))
         return
     console = _console()
-    ready = "[green]ready[/]" if answer["ready"] else "[red]not ready[/]"
-    console.print(f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}")
+    ready, style = ("ready", "green") if answer["ready"] else ("not ready", "red")
+    console.print(
+        f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}", style=style
+    )
     table = Table("model", "version", "state", "runtime", "precision", "trust", "pid", "restarts", box=None)
     for model, worker in zip(answer["models"], answer["workers"], strict=True):
         table.add_row(
@@ -112,13 +114,13 @@ def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN4
 
 
 def _console(*, stderr: bool = False) -> Console:
-    """A console that breaks or crops no line unless a person's terminal is that narrow."""
-    console = Console(stderr=stderr, soft_wrap=True)
+    """A console that shows text as it is: no line broken unless a terminal is that narrow, no markup, no emoji."""
+    console = Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console
 
 
 def _fail(message: str) -> NoReturn:
-    _console(stderr=True).print(message, style="red", markup=False, highlight=False)
+    _console(stderr=True).print(message, style="red")
     raise typer.Exit(1)

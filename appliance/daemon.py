@@ -29,6 +29,7 @@ from appliance.adapters.notify import notify
 from appliance.adapters.store import Store
 from appliance.service import Bundle, Service
 from appliance.supervisor import Limits
+from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
 
@@ -126,12 +127,13 @@ def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
     machine = {"cpu": host.cpu_name(), "onnxruntime": version("onnxruntime")}
     found = [_open_bundle(path, config, limits, store, machine) for path in config.bundles]
     for name, path in config.onnx.items():
+        check_name(name)
         if not path.is_file():
             msg = f"{path} is no file: give --onnx NAME=FILE an ONNX file"
             raise ConfigError(msg)
         order = wire.Open(name=name, runtime=config.runtime, onnx=str(path.resolve()), concurrency=limits.concurrency)
         found.append(Bundle(order, limits, manifest=None, on_ready=lambda _ready: None))
-    names = [bundle.name for bundle in found]
+    names = [name for bundle in found for name in bundle.names]
     if len(set(names)) != len(names):
         msg = f"two models go by the same name: {', '.join(sorted(names))}"
         raise ConfigError(msg)

@@ -16,11 +16,17 @@ from appliance.core.health import State
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.supervisor import Limits, Supervisor
 from models.bundle import Manifest
-from models.errors import BadInput, ModelError, NotFound
-from models.spec import ModelSpec, Tensor, TensorSpec, pack_bytes
+from models.errors import BadInput, ModelError, NotFound, TooLarge
+from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
 
 PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(TensorSpec("result", "BYTES", (-1,)),))
 """A whole bundle seen as a model: encoded pictures in, JSON documents out."""
+
+MOST_PICTURES = 16
+"""In one request; more would only keep others waiting."""
+
+_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
+"""Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
 
@@ -86,6 +92,9 @@ class Bundle:
         self.name, self.manifest = order.name, manifest
         self.supervisor = Supervisor(order, limits, on_ready=on_ready)
         self._has_answered = False
+        graphs = manifest.graphs if manifest else {}
+        self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: "model"}
+        self._specs = {self.name: PICTURES, **{f"{self.name}.{name}": graph.spec for name, graph in graphs.items()}}
 
     @property
     def version(self) -> str:
@@ -107,29 +116,38 @@ class Bundle:
             return f"not tried yet, send a request: {ready.unproven}"
         return ""
 
-    def graphs(self) -> Mapping[str, ModelSpec]:
-        """Names under which requests may ask for this bundle's graphs; a bare file goes by its own name."""
-        if self.manifest:
-            return {f"{self.name}.{graph}": part.spec for graph, part in self.manifest.graphs.items()}
-        ready = self.supervisor.ready
-        return {self.name: ready.graphs["model"].spec if ready else ModelSpec((), ())}
+    @property
+    def names(self) -> Sequence[str]:
+        """Names under which requests may ask for this bundle and its graphs; a bare file has one."""
+        return list(self._specs)
 
-    def infos(self) -> list[ModelInfo]:
-        """The bundle and its graphs as models."""
-        names = {self.name: PICTURES, **self.graphs()}
+    def spec(self, name: str) -> ModelSpec:
+        """What goes in and comes out; that of a bare file is empty until it is loaded."""
+        if self.manifest:
+            return self._specs[name]
+        ready = self.supervisor.ready
+        return ready.graphs["model"].spec if ready else ModelSpec((), ())
+
+    def takes_pictures(self, name: str) -> bool:
+        """Whether `name` is the bundle as a whole rather than a graph with raw tensors."""
+        return name not in self._graphs
+
+    def info(self, name: str) -> ModelInfo:
+        """What clients may know of one of `names`."""
         reason = self.unready
         ready = self.supervisor.ready
-        platform = {"onnxruntime-cpu": "onnx_onnxv1"}.get(ready.runtime if ready else "", "appliance")
-        return [
-            ModelInfo(name, self.version, platform if name in self.graphs() else "appliance", spec, not reason, reason)
-            for name, spec in names.items()
-        ]
+        platform = "appliance" if self.takes_pictures(name) else _PLATFORMS.get(ready.runtime if ready else "", "")
+        return ModelInfo(name, self.version, platform, self.spec(name), not reason, reason)
 
     async def infer(self, request: InferRequest, now: float) -> InferResponse:
         """Send a request to the worker and name what computed the answer."""
-        graph = ""
-        if request.model in self.graphs():
-            graph = request.model.removeprefix(f"{self.name}.") if self.manifest else "model"
+        spec = self.spec(request.model)
+        if spec.inputs:
+            check_request(spec, request.tensors, request.outputs)
+        if self.takes_pictures(request.model) and request.tensors[0].shape[0] > MOST_PICTURES:
+            msg = f"{request.tensors[0].shape[0]} pictures are too many for one request: send {MOST_PICTURES} or fewer"
+            raise TooLarge(msg)
+        graph = self._graphs.get(request.model, "")
         answer = await self.supervisor.submit(
             graph,
             request.tensors,
@@ -158,7 +176,7 @@ class Service:
         self._facts = facts
         self._started = time.monotonic()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
-        self._by_model = {info.name: bundle for bundle in bundles for info in bundle.infos()}
+        self._by_model = {name: bundle for bundle in bundles for name in bundle.names}
 
     def start(self) -> None:
         """Start every worker."""
@@ -177,12 +195,11 @@ class Service:
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""
-        return [info for bundle in self._bundles for info in bundle.infos()]
+        return [bundle.info(name) for bundle in self._bundles for name in bundle.names]
 
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """One model; raises NotFound."""
-        self._bundle(name, version)
-        return next(info for info in self.models() if info.name == name)
+        return self._bundle(name, version).info(name)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors; a whole bundle answers with its predict documents in a BYTES tensor.
@@ -190,7 +207,7 @@ class Service:
         Raises what `models.errors` says, each with its own meaning for the caller.
         """
         response = await self._run(request)
-        if request.model in self._bundle(request.model, None).graphs():
+        if not self._bundle(request.model).takes_pictures(request.model):
             return response
         documents = [orjson.dumps(document) for document in _documents(response)]
         result = Tensor("result", "BYTES", (len(documents),), pack_bytes(documents))
@@ -199,7 +216,7 @@ class Service:
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """Answer for the one encoded picture in `request.tensors` as a document."""
         started = time.monotonic()
-        if request.model in self._bundle(request.model, request.version).graphs():
+        if not self._bundle(request.model, request.version).takes_pictures(request.model):
             msg = f"model {request.model!r} takes raw tensors, not pictures: use its infer endpoint"
             raise BadInput(msg)
         document = _documents(await self._run(request))[0]
@@ -236,7 +253,7 @@ class Service:
     async def _run(self, request: InferRequest) -> InferResponse:
         return await self._bundle(request.model, request.version).infer(request, time.monotonic())
 
-    def _bundle(self, name: str, version: str | None) -> Bundle:
+    def _bundle(self, name: str, version: str | None = None) -> Bundle:
         bundle = self._by_model.get(name)
         if bundle is None:
             msg = f"there is no model {name[:100]!r}; served are {', '.join(sorted(self._by_model)) or 'none'}"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
-from models.errors import ApplianceError, BadInput, ModelError
+from models.errors import ApplianceError, ModelError
 from models.spec import Payload, Tensor
 
 if TYPE_CHECKING:
@@ -100,9 +100,6 @@ class Worker:
     def _answer(self, run: wire.Run, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mapping[str, float]]:
         if run.graph:
             return self._model.infer(run.graph, tensors, run.outputs)
-        if len(tensors) != 1:
-            msg = f"send one input `image` with encoded pictures, not {len(tensors)} inputs"
-            raise BadInput(msg)
         return self._model.predict(tensors[0])
 
     def _send(self, message: wire.Message, payloads: Sequence[Payload] = ()) -> None:

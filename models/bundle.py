@@ -27,6 +27,13 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
+def check_name(name: str) -> None:
+    """Refuse names that could not stand in a path or a topic; raises BundleError."""
+    if not _NAME.fullmatch(name):
+        msg = f"{name!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
+        raise BundleError(msg)
+
+
 @dataclass(frozen=True, slots=True)
 class Blob:
     """A file of the bundle, named by its content."""
@@ -144,11 +151,9 @@ class Manifest:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        """Refuse names that could not stand in a path or a topic."""
+        """Refuse names and digests that could not be what they say."""
         for name in (self.name, self.version, *self.graphs):
-            if not _NAME.fullmatch(name):
-                msg = f"{name!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
-                raise BundleError(msg)
+            check_name(name)
         for blob in self.blobs():
             if not _SHA256.fullmatch(blob.sha256) or blob.size_bytes < 0:
                 msg = f"manifest names a blob {blob.sha256[:80]!r} that is no sha256"

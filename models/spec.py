@@ -133,7 +133,7 @@ def unpack_bytes(name: str, payload: Payload, count: int) -> list[bytes]:
     while at < len(view):
         end = at + _LENGTH_BYTES
         length = int.from_bytes(view[at:end], "little")
-        if end > len(view) or end + length > len(view):
+        if end + length > len(view):
             msg = f"tensor {name!r}: element {len(elements)} of the BYTES payload is cut short"
             raise BadInput(msg)
         elements.append(bytes(view[end : end + length]))
@@ -144,8 +144,13 @@ def unpack_bytes(name: str, payload: Payload, count: int) -> list[bytes]:
     return elements
 
 
-def check_inputs(spec: ModelSpec, inputs: Sequence[Tensor]) -> None:
-    """Raise BadInput with one sentence when `inputs` are not what `spec` asks for."""
+def check_request(spec: ModelSpec, inputs: Sequence[Tensor], outputs: Sequence[str] | None) -> None:
+    """Raise BadInput with one sentence when `inputs` are not what `spec` takes, or `outputs` not what it gives."""
+    given = {tensor.name for tensor in spec.outputs}
+    for name in outputs or ():
+        if name not in given:
+            msg = f"there is no output {name!r}; this model gives {', '.join(sorted(given))}"
+            raise BadInput(msg)
     by_name = {tensor.name: tensor for tensor in inputs}
     wanted = {tensor.name for tensor in spec.inputs}
     if len(by_name) != len(inputs):

@@ -18,7 +18,7 @@ from onnx import helper
 from appliance.runtime import Runtime, Session, choose
 from appliance.runtime.onnx import OnnxRuntime
 from models.errors import BadInput, BundleError, ConfigError, ModelError
-from models.spec import Array, ModelSpec, Tensor, TensorSpec, check_inputs
+from models.spec import Array, ModelSpec, Tensor, TensorSpec, check_request
 
 pytestmark = pytest.mark.contract
 
@@ -190,8 +190,8 @@ def test_the_same_input_gives_the_same_bits(session: Session) -> None:
 
 def test_answers_fit_what_the_session_says_it_gives(session: Session) -> None:
     answers = session.run({"x": matrix()})
-    check_inputs(
-        ModelSpec(session.spec.outputs, ()), [Tensor.from_array(name, array) for name, array in answers.items()]
+    check_request(
+        ModelSpec(session.spec.outputs, ()), [Tensor.from_array(name, array) for name, array in answers.items()], None
     )
 
 

@@ -12,7 +12,7 @@ import orjson
 from appliance.core.command import Command, CommandResult
 from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Origin
 from models.errors import BadInput, NotFound
-from models.spec import ModelSpec, Tensor, TensorSpec, check_inputs
+from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
 ECHO = ModelSpec(
     inputs=(TensorSpec("x", "FP32", (-1, 2)),),
@@ -112,7 +112,7 @@ class MemoryService:
         spec = self.model(request.model, request.version).spec
         if self._fault:
             raise self._fault
-        check_inputs(spec, request.tensors)
+        check_request(spec, request.tensors, request.outputs)
         # Payloads are only borrowed until the answer.
         owned: Sequence[Tensor] = [replace(tensor, data=bytes(tensor.data)) for tensor in request.tensors]
         self.requests.append(replace(request, tensors=owned))

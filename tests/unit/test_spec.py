@@ -11,7 +11,7 @@ from models.spec import (
     ModelSpec,
     Tensor,
     TensorSpec,
-    check_inputs,
+    check_request,
     element_count,
     pack_bytes,
     unpack_bytes,
@@ -110,8 +110,8 @@ def test_bytes_elements_may_come_from_any_kind_of_buffer() -> None:
 
 
 def test_inputs_that_fit_are_accepted_in_any_order() -> None:
-    check_inputs(PAIR, [IMAGE, SCALE])
-    check_inputs(PAIR, [SCALE, IMAGE])
+    check_request(PAIR, [IMAGE, SCALE], None)
+    check_request(PAIR, [SCALE, IMAGE], None)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_inputs_that_do_not_fit_are_refused_by_what_is_given_and_what_is_wanted(
     inputs: list[Tensor], sentence: str
 ) -> None:
     with pytest.raises(BadInput) as caught:
-        check_inputs(PAIR, inputs)
+        check_request(PAIR, inputs, None)
     assert sentence in str(caught.value)
