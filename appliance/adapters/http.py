@@ -47,6 +47,9 @@ STATUS: Mapping[type[ApplianceError], int] = {
 
 _PAGE = Path(__file__).parent.parent / "web" / "index.html"
 
+_LONGEST_ERROR = 1000
+"""Characters."""
+
 _OFF_LOOP_BYTES = 64 * 1024
 """JSON and tensors larger than this are read and written in a thread, not on the event loop."""
 
@@ -221,6 +224,11 @@ class Json(Response):
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _shortened(sentence: str) -> str:
+    """A sentence may quote names that a caller sent, which may be as long as a body."""
+    return sentence if len(sentence) <= _LONGEST_ERROR else f"{sentence[:_LONGEST_ERROR]} ..."
+
+
 def _loaded(info: ModelInfo) -> ModelInfo:
     if not info.spec.inputs and not info.spec.outputs:
         msg = f"model {info.name!r} has not been loaded yet, so its tensors are not known: retry shortly"
@@ -232,7 +240,7 @@ def _add_errors(app: FastAPI) -> None:
     async def ours(_request: Request, error: Exception) -> Response:
         status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
         headers = {"retry-after": f"{max(1, round(error.retry_after_s))}"} if isinstance(error, Unavailable) else {}
-        return Json({"error": str(error)}, status, headers)
+        return Json({"error": _shortened(str(error))}, status, headers)
 
     async def routing(_request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class

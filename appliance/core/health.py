@@ -15,7 +15,7 @@ from enum import Enum
 
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
-CALM_S = 60.0
+CALM_S = 10.0
 """A worker that stayed up this long has its earlier faults forgiven."""
 
 

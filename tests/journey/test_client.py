@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,26 @@ from appliance.client_cli import app
 pytestmark = pytest.mark.journey
 
 COMMANDS = sorted(vars(get_command(app))["commands"])
+
+
+class Reader(BaseHTTPRequestHandler):
+    """A daemon's stand-in that has read what looks like the markup of a terminal library."""
+
+    texts = ("[bold]", "[/]", ":warning:", "[A-7]", "x" * 300)
+
+    def do_POST(self) -> None:
+        """Answer any picture."""
+        self.rfile.read(int(self.headers["content-length"]))
+        lines = [{"text": text, "confidence": 1.0, "box": [[0, 0]] * 4} for text in self.texts]
+        answer = {"model": "m", "version": "1", "runtime": "r", "trust": "t", "timing_ms": {"total": 1}, "lines": lines}
+        content = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_parts: object) -> None:
+        """Say nothing."""
 
 
 @pytest.fixture
@@ -65,6 +87,17 @@ def test_infer_shows_what_the_model_answers_and_what_computed_it(tiny_daemon: Da
     assert "no text found" in shown.stdout
     assert "blank 1.0.0 by onnxruntime-cpu" in shown.stdout
     assert "unverified-local" in shown.stdout
+
+
+def test_what_was_read_is_printed_as_it_was_read(picture: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Reader) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            shown = appliance("infer", "m", str(picture), "--url", f"http://127.0.0.1:{server.server_port}")
+        finally:
+            server.shutdown()
+    assert shown.returncode == 0, shown.stderr
+    assert [text for text in Reader.texts if text not in shown.stdout] == []
 
 
 def test_infer_as_json_is_the_daemons_own_document(tiny_daemon: Daemon, picture: Path) -> None:

@@ -134,8 +134,8 @@ class Daemon:
         return int(eventually(lambda: self.worker(model)["pid"], "there is a worker"))
 
     def descriptors(self) -> list[str]:
-        """What its descriptors point to, without the connections of clients."""
-        return [name for name in open_files(self.pid) if not name.startswith("socket:")]
+        """What its descriptors point to, without their numbers and the connections of clients."""
+        return [name.partition("[")[0] for name in open_files(self.pid) if not name.startswith("socket:")]
 
     def sockets(self) -> int:
         """How many sockets it holds."""
