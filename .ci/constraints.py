@@ -26,7 +26,9 @@ def resolve(interpreter: str) -> tuple[str, dict[str, str]]:
         groups = [argument for group in GROUPS for argument in ("--group", group)]
         subprocess.run([*pip, "--quiet", *groups, "--report", str(report), ".[build,demo]"], check=True)  # noqa: S603
         data = json.loads(report.read_text())
-    found = {item["metadata"]["name"].lower().replace("_", "-"): item["metadata"]["version"] for item in data["install"]}
+    found = {
+        item["metadata"]["name"].lower().replace("_", "-"): item["metadata"]["version"] for item in data["install"]
+    }
     found.pop("edge-appliance")
     return data["environment"]["python_version"], found
 

@@ -62,9 +62,7 @@ def verify(
     return {"graph": name, "precision": precision} | compare(lines, original, packed)
 
 
-def read_lines(
-    graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int
-) -> list[str]:
+def read_lines(graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int) -> list[str]:
     """What `graph` reads on each line. It ends in a CTC head, or in the softmax of a checkpoint as published.
 
     A checkpoint is measured as its publishers measure it: width kept, padded to at least 320 and no further.
@@ -73,11 +71,11 @@ def read_lines(
     published = {tensor.name for tensor in session.spec.outputs} != {"index", "probability"}
 
     def read(line: Line) -> str:
-        x_NCHW = lines_task.prepare(line.picture_HWC)  # noqa: N806 - layout
+        x_NCHW = lines_task.prepare(line.picture)
         if published:
-            height, width = line.picture_HWC.shape[:2]
+            height, width = line.picture.shape[:2]
             content = -(-lines_task.HEIGHT * width // height)
-            x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]  # noqa: N806 - layout
+            x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]
         best_class, probability = _decoded(session, np.ascontiguousarray(x_NCHW), published)
         return lines_task.decode(best_class[0], probability[0], labels)[0]
 
@@ -85,8 +83,8 @@ def read_lines(
         return list(pool.map(read, lines))
 
 
-def _decoded(session: Session, x_NCHW: Array, published: bool) -> tuple[Array, Array]:  # noqa: N803 - layout
-    outputs = session.run({"x": x_NCHW})
+def _decoded(session: Session, x_NCHW: Array, published: bool) -> tuple[Array, Array]:
+    outputs = _run(session, x_NCHW)
     if published:
         (softmax,) = outputs.values()
         return ctc_head_of_softmax(softmax)
@@ -153,9 +151,7 @@ def _resampled_differences(one: Sequence[tuple[str, str]], other: Sequence[tuple
 
 def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> float:
     """Share of samples that get the same class from both."""
-    same = [
-        _only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs
-    ]
+    same = [_only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs]
     return round(float(np.mean(np.concatenate(same))), _DIGITS)
 
 
@@ -170,5 +166,10 @@ def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Ar
 
 
 def _only(session: Session, inputs: Mapping[str, Array]) -> Array:
-    (output,) = session.run(inputs).values()
+    (output,) = _run(session, inputs["x"]).values()
     return output
+
+
+def _run(session: Session, x_NCHW: Array) -> dict[str, Array]:
+    """All outputs; a checkpoint as published may call its input anything."""
+    return session.run({session.spec.inputs[0].name: x_NCHW})

@@ -1,10 +1,10 @@
-"""From a recipe to graphs that passed their gates, in memory: every step in order, with digests of what goes in and out.
+"""From a recipe to graphs that passed their gates: every step in order, with digests of what goes in and out.
 
     fetch -> normalise [-> ctc_head] = fp32
     fp32 -> watch -> equalise -> watch -> quantize = int8
     every precision -> gate: compared with the graph as published
 
-Nothing is written here; that is for `provisioning.pack`, after all gates.
+All of it in memory: writing is for `provisioning.pack`, after all gates.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from appliance.runtime import Runtime, choose
 from models import schema
@@ -36,6 +38,7 @@ RUNTIME = "onnxruntime-cpu"
 TOOLS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "opencv-python")
 THREADS = 2
 """Each runs its own samples on one core, so results do not depend on how many there are."""
+_EXAMPLE_SIDE = 320
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report
             raise ConfigError(msg)
     steps = Steps(cache, report)
     report("reading labelled data")
-    splits = {split: data.load(folder, split) for split in ("calibrate", "gate")}
+    file = data.splits_for_build(folder, recipe.default_data)
+    splits = {split: data.load(folder, split, file) for split in ("calibrate", "gate")}
     room = _Room(steps, choose(RUNTIME), recipe, splits, precision)
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
     labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
@@ -285,7 +289,7 @@ def _watch(content: bytes, samples: Sequence[Mapping[str, Array]], runtime: Runt
         {f"{name}:low": one.low for name, one in watched.items()}
         | {f"{name}:high": one.high for name, one in watched.items()}
         | {f"{name}:mean": one.mean for name, one in watched.items()}
-        | {f"{name}:threshold": one.threshold(percentile) for name, one in watched.items()}
+        | {f"{name}:threshold": np.array(one.threshold(percentile)) for name, one in watched.items()}
     )
 
 
@@ -317,9 +321,15 @@ def _quantize(content: bytes, seen: bytes, float_first: int) -> bytes:
 
 
 def _example(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-    """The smallest sample, cut to 320 x 320 when it is a page."""
-    smallest = min(samples, key=lambda one: one["x"].size)
-    return {name: array[..., :320, :320] for name, array in smallest.items()}
+    """The middle of the sample that shows most in 320 x 320 pixels."""
+    cuts = [_middle(sample["x"][:1], _EXAMPLE_SIDE) for sample in samples]
+    return {"x": max(cuts, key=lambda cut: cut.size)}
+
+
+def _middle(x_NCHW: Array, side: int) -> Array:
+    height, width = x_NCHW.shape[2:]
+    top, left = max(height - side, 0) // 2, max(width - side, 0) // 2
+    return np.ascontiguousarray(x_NCHW[:, :, top : top + side, left : left + side])
 
 
 def _json(value: Any) -> bytes:  # noqa: ANN401 - plain data

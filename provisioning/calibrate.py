@@ -64,7 +64,7 @@ class Watched:
     @property
     def mean(self) -> Array:
         """E[x] of each channel."""
-        return self.channel_sum * (len(self.channel_sum) / self.counts.sum())
+        return np.asarray(self.channel_sum * (len(self.channel_sum) / self.counts.sum()))
 
     def threshold(self, percentile: float) -> float:
         """Smallest size that `percentile` percent of all elements do not pass; never past the largest seen.

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from models.errors import ApplianceError, BundleError, ConfigError
+from models.errors import ApplianceError, ConfigError
 
 # Everything else is imported by the command that needs it: `provision --help` must not wait for onnx.
 
@@ -35,7 +35,7 @@ _err = Console(stderr=True, soft_wrap=True, highlight=False)
 TARGETS = ("cpu",)
 
 
-class Precision(str, Enum):  # noqa: UP042 - StrEnum is newer than Python 3.10
+class Precision(str, Enum):
     """What a bundle is to hold."""
 
     auto = "auto"
@@ -83,7 +83,9 @@ def build(
     recipe: Annotated[Path, typer.Argument(help="Recipe (TOML), for example models/zoo/ppocr-v4.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the bundle: new, empty, or an earlier bundle.")],
     target: Annotated[str, typer.Option(help="What the bundle is measured on: " + ", ".join(TARGETS))] = "cpu",
-    precision: Annotated[Precision, typer.Option(help="Include all that pass their gate, or only one.")] = Precision.auto,
+    precision: Annotated[
+        Precision, typer.Option(help="Include all that pass their gate, or only one.")
+    ] = Precision.auto,
     data: Data = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do every step again.")] = False,
     as_json: Json = False,
@@ -119,6 +121,7 @@ def verify(
     data: Data = None,
     precision: Annotated[Precision, typer.Option(help="Which to verify; auto: what would be served.")] = Precision.auto,
     split: Annotated[str, typer.Option(help="calibrate, tune, gate, or all.")] = "gate",
+    splits: Annotated[Path | None, typer.Option("--splits", help="splits.tsv, for data that has none.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read labelled lines with the original and with the bundle, and compare."""
@@ -130,7 +133,7 @@ def verify(
     folder = BundleFolder(bundle)
     with _progress() as report:
         report("reading labelled data")
-        lines = labelled.load(data or labelled.default_folder(), split).lines
+        lines = labelled.load(data or labelled.default_folder(), split, splits).lines
         report(f"reading {len(lines)} lines with the original and with the bundle")
         result = accuracy.verify(folder, lines, precision.value, choose(build.RUNTIME), build.THREADS)
     if as_json:
@@ -176,8 +179,8 @@ def _show(path: Path, as_json: bool) -> None:
             table.add_row(name, "original", "", "", *cells[:2], f"{cells[2]} lines")
         for precision, variant in graph.variants.items():
             latency = measured.get("latency_ms", {}).get(name, {}).get(precision, "")
-            cells = _accuracy_cells(schema.dump(variant.accuracy))[:2] if variant.accuracy else ("", "")
-            table.add_row(name, precision, f"{variant.graph.size_bytes:,}", str(latency), *cells, "")
+            exact, cer, _ = _accuracy_cells(schema.dump(variant.accuracy)) if variant.accuracy else ("", "", "")
+            table.add_row(name, precision, f"{variant.graph.size_bytes:,}", str(latency), exact, cer, "")
         for precision, reason in graph.left_out.items():
             table.add_row(name, precision, "", "", "", "", f"left out: {reason}")
     _out.print(f"{manifest.name} {manifest.version} ({manifest.licence}), task {manifest.task.kind}")

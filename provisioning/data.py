@@ -5,9 +5,11 @@ A folder holds
     lines/labels.tsv     file<TAB>text, pictures beside it       needed
     lines/sources.tsv    file<TAB>origin: the page, photo or plate a line was cut from
     pages/labels.jsonl   an object a page with at least `file` and `source` (its origin)
-    splits.tsv           origin<TAB>calibrate|tune|gate; without it every line and page counts
+    splits.tsv           origin<TAB>calibrate|tune|gate
 
-Calibration data shapes a model and is never scored; gate data is scored and never shapes one.
+Calibration data shapes a model and is never scored; gate data is scored and never shapes one. So a build needs splits,
+its folder's own or the project's, which know every origin of the larger set that the project's data is a part of.
+To measure, every line and page of a folder without splits counts.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ DEFAULT = Path("tests/data/ocr")
 """Where a project keeps its labelled data."""
 _MAX_PIXELS = 50_000_000
 _DETECT_EVERY = 4
-"""Without pages to calibrate with, every fourth line is shown to the detector: enough shapes, in a fifth of the time."""
+"""Without pages to calibrate with, every so many of the lines are shown to the detector as if they were pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A picture of one line of text (uint8 BGR) with its label."""
+    """A picture of one line of text (uint8 BGR, [H, W, C]) with its label."""
 
     file: str
-    picture_HWC: Array
+    picture: Array
     text: str
 
 
@@ -59,9 +61,26 @@ def default_folder() -> Path:
     return next((root / DEFAULT for root in roots if (root / DEFAULT).is_dir()), here / DEFAULT)
 
 
-def load(folder: Path, split: str) -> Split:
-    """Read the lines and pages of `split` ("all" for every one); raises SourceError naming what is wrong."""
-    splits = dict(_rows(folder / "splits.tsv", optional=True))
+def splits_for_build(folder: Path, project: Path) -> Path:
+    """The file of splits by which `folder` is divided; raises SourceError when there is none that knows its origins."""
+    _text(folder / "lines" / "labels.tsv")  # what is no labelled data at all gets its own error
+    for path in (folder / "splits.tsv", project / "splits.tsv"):
+        known = dict(_rows(path, optional=True))
+        origins = dict(_rows(folder / "lines" / "sources.tsv", optional=True))
+        if known and origins and set(origins.values()) <= set(known):
+            return path
+    msg = (
+        f"{folder} has no splits.tsv that says of every origin what is for calibration and what for the gate: write one"
+    )
+    raise SourceError(msg)
+
+
+def load(folder: Path, split: str, splits_file: Path | None = None) -> Split:
+    """Read the lines and pages of `split` ("all" for every one); raises SourceError naming what is wrong.
+
+    `splits_file` is the folder's own splits.tsv when None; without any, every line and page belongs to every split.
+    """
+    splits = dict(_rows(splits_file or folder / "splits.tsv", optional=splits_file is None))
     origins = dict(_rows(folder / "lines" / "sources.tsv", optional=True))
 
     def wanted(origin: str) -> bool:
@@ -113,7 +132,8 @@ def _pages(path: Path) -> list[tuple[str, str]]:
 def _text(path: Path) -> list[str]:
     """Lines of a text file; a label may hold characters that `str.splitlines` takes for an end of line."""
     try:
-        return path.read_bytes().decode().removesuffix("\n").replace("\r\n", "\n").split("\n")
+        text = path.read_bytes().decode().replace("\r\n", "\n").removesuffix("\n")
+        return text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as error:
         msg = f"labelled data is needed, but {path} cannot be read ({error}): give a folder of that layout with --data"
         raise SourceError(msg) from error
@@ -134,7 +154,7 @@ def _picture(path: Path, saw: Callable[[bytes], None]) -> Array:
 
 def inputs(role: str, split: Split, settings: reading.ReadingSettings) -> list[dict[str, Array]]:
     """What a graph of `role` gets to see of `split`: the very tensors that the reading task hands it."""
-    pictures = [line.picture_HWC for line in split.lines]
+    pictures = [line.picture for line in split.lines]
     if role == "recognise":
         return [{"x": lines_task.prepare(line)} for line in pictures]
     seen: list[dict[str, Array]] = []

@@ -24,7 +24,7 @@ def load(content: bytes, what: str) -> ir.Model:
     import onnx  # noqa: PLC0415 - the workshop's help must not wait for it
 
     try:
-        model = ir.from_proto(onnx.load_model_from_string(content))
+        model: ir.Model = ir.from_proto(onnx.load_model_from_string(content))
         complete = bool(model.graph.outputs) and "" in model.opset_imports
     except Exception as error:  # protobuf and onnx_ir raise unrelated types
         msg = f"{what} is no ONNX graph or is cut short ({type(error).__name__}): install its package again"
@@ -37,19 +37,47 @@ def load(content: bytes, what: str) -> ir.Model:
 
 def save(model: ir.Model) -> bytes:
     """Bytes of a graph, the same for the same graph."""
-    return ir.to_proto(model).SerializeToString(deterministic=True)
+    return bytes(ir.to_proto(model).SerializeToString(deterministic=True))
 
 
-def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor behind a value that never changes, or None."""
-    if value is None or value.is_graph_input():
+def constant(value: ir.Value | None) -> Array | None:
+    """What a value always holds, or None when it is computed or given."""
+    if value is None or value.is_graph_input() or not value.is_initializer() or value.const_value is None:
         return None
-    return value.const_value if value.is_initializer() else None
+    return value.const_value.numpy()
+
+
+def operand(node: ir.Node, index: int) -> ir.Value:
+    """Input `index` of `node`, which must be there."""
+    value = node.inputs[index]
+    if value is None:
+        msg = f"{node.op_type} {node.name} lacks its input {index}"
+        raise SourceError(msg)
+    return value
+
+
+def held(node: ir.Node, index: int) -> Array:
+    """The constant that input `index` of `node` must hold."""
+    array = constant(operand(node, index))
+    if array is None:
+        msg = f"input {index} of {node.op_type} {node.name} is not constant"
+        raise SourceError(msg)
+    return array
+
+
+def sizes(value: ir.Value) -> tuple[int, ...]:
+    """Shape of a value, -1 where a size is not known; empty when nothing is known."""
+    return tuple(size if isinstance(size, int) else -1 for size in value.shape or ())
+
+
+def group(node: ir.Node) -> int:
+    """Groups of a convolution."""
+    return node.attributes.get_int("group", 1)
 
 
 def initializer(model: ir.Model, name: str, array: Array) -> ir.Value:
     """A new constant of `model`."""
     tensor = ir.tensor(array, name=name)
-    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
+    value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(array.shape), const_value=tensor)
     model.graph.register_initializer(value)
     return value

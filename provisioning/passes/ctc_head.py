@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from models.errors import SourceError
-from provisioning.passes import initializer
+from provisioning.passes import initializer, operand
 
 
 def ctc_head(model: ir.Model) -> ir.Model:
@@ -23,7 +23,7 @@ def ctc_head(model: ir.Model) -> ir.Model:
     softmax = model.graph.outputs[0].producer()
     if len(model.graph.outputs) != 1 or softmax is None or softmax.op_type != "Softmax":
         raise SourceError("the graph must end in one Softmax over its classes for pass ctc_head")
-    logits_NTK = softmax.inputs[0]
+    logits_NTK = operand(softmax, 0)
     last = initializer(model, "ctc_last_axis", np.array([-1], np.int64))
     arg_max = ir.node("ArgMax", [logits_NTK], {"axis": -1, "keepdims": 0}, name="ctc_index")
     best = ir.node("ReduceMax", [logits_NTK], {"axes": [-1], "keepdims": 1}, name="ctc_best")
@@ -34,6 +34,7 @@ def ctc_head(model: ir.Model) -> ir.Model:
     nodes = [arg_max, best, below, exp, total, inverse]
     for node in nodes:
         node.outputs[0].name = node.name
+    # The names and types of the two outputs are what models.tasks.lines reads.
     for node, name, kind in ((arg_max, "index", ir.DataType.INT64), (inverse, "probability", ir.DataType.FLOAT)):
         node.outputs[0].name = name
         node.outputs[0].type = ir.TensorType(kind)

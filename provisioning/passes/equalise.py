@@ -1,4 +1,4 @@
-"""Centres and evens out the channels of convolution inputs, exactly, so that one INT8 scale for a tensor serves them all.
+"""Centres and evens out the channels of what convolutions read, exactly, so that one INT8 scale serves them all.
 
 Requires: pass normalise; the smallest and largest x of every channel on calibration samples, for the inputs of the
 convolutions that matter.
@@ -36,9 +36,11 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from models.spec import Array
-from provisioning.passes import constant, initializer
+from provisioning.passes import constant, group, held, initializer, operand, sizes
 
 _COMMUTING = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "Relu"})
+_BIAS = 2
+"""The input of a convolution that holds its bias."""
 _WIDEST = 1e4
 """Limit of max(s) / min(s): a channel that was silent in calibration must not get a factor without bound."""
 
@@ -69,15 +71,16 @@ def equalise(
         if maker.op_type not in {"Add", "Conv"}:
             continue
         value = maker.outputs[0]
+        name = str(value.name)
         try:
             scale, shift = _constants(maker)
             reach = _reach(value, model)
-            middle = np.zeros(value.shape[1])
-            if reach.scaled == {value} and all(_pointwise(reader) for reader, _ in reach.readers):
-                middle = (low[str(value.name)].astype(np.float64) + high[str(value.name)]) / 2
+            middle = np.zeros(sizes(value)[1])
+            if reach.scaled == {value} and all(_pointwise(reader) for reader, _ in reach.readers) and name in low:
+                middle = (low[name].astype(np.float64) + high[name]) / 2
             factors = _factors(reach.readers, low, high, middle, share)
         except _LeftAloneError as reason:
-            left_alone[str(value.name)] = str(reason)
+            left_alone[name] = str(reason)
             continue
         _change(model, *shift, lambda old, m, s: (old - m) / s, middle, factors)
         _change(model, *scale, lambda old, _, s: old / s, middle, factors)
@@ -90,17 +93,23 @@ def equalise(
 def _constants(maker: ir.Node) -> tuple[tuple[ir.Node, int], tuple[ir.Node, int]]:
     """Where scale and shift stand (node, input) that decide the channels of what `maker` makes."""
     if maker.op_type == "Conv":
-        if len(maker.inputs) < 3 or any(constant(value) is None for value in maker.inputs[1:]):  # noqa: PLR2004
+        if not _has_bias(maker) or constant(maker.inputs[1]) is None:
             raise _LeftAloneError("its weights or its bias are not constant")
         return (maker, 1), (maker, 2)
-    shift = next((i for i, value in enumerate(maker.inputs) if constant(value) is not None), None)
-    product = maker.inputs[1 - shift].producer() if shift is not None else None
-    if shift is None or product is None or product.op_type != "Mul" or len(product.outputs[0].uses()) > 1:
-        raise _LeftAloneError("it is a sum that has no scale of its own")
-    scale = next((i for i, value in enumerate(product.inputs) if constant(value) is not None), None)
-    if scale is None:
-        raise _LeftAloneError("it is a sum that has no scale of its own")
-    return (product, scale), (maker, shift)
+    shift = _constant_input(maker)
+    product = operand(maker, 1 - shift).producer()
+    if product is None or product.op_type != "Mul" or len(product.outputs[0].uses()) > 1:
+        raise _LeftAloneError("it is a sum without a scale of its own")
+    return (product, _constant_input(product)), (maker, shift)
+
+
+def _constant_input(node: ir.Node) -> int:
+    """The first input of `node` that is constant."""
+    for index, value in enumerate(node.inputs):
+        if constant(value) is not None:
+            return index
+    msg = f"{node.op_type} joins two computed tensors"
+    raise _LeftAloneError(msg)
 
 
 def _reach(value: ir.Value, model: ir.Model) -> _Reach:
@@ -108,7 +117,7 @@ def _reach(value: ir.Value, model: ir.Model) -> _Reach:
     reach = _Reach()
     _follow(value, 0, reach, set(model.graph.outputs))
     for product in reach.products:
-        if sum(operand in reach.scaled for operand in product.inputs) > 1:
+        if sum(factor in reach.scaled for factor in product.inputs) > 1:
             raise _LeftAloneError("it is multiplied by what depends on it in proportion")
     if not reach.readers:
         raise _LeftAloneError("no convolution reads it")
@@ -121,7 +130,7 @@ def _follow(value: ir.Value, first: int, reach: _Reach, outputs: set[ir.Value]) 
     reach.scaled.add(value)
     for user, index in value.uses():
         if user.op_type == "Conv" and index == 0 and constant(user.inputs[1]) is not None:
-            if user.attributes.get_int("group", 1) not in {1, user.inputs[1].shape[0]}:
+            if group(user) not in {1, len(held(user, 1))}:
                 raise _LeftAloneError("a grouped convolution reads it")
             reach.readers.append((user, first))
             continue
@@ -129,7 +138,7 @@ def _follow(value: ir.Value, first: int, reach: _Reach, outputs: set[ir.Value]) 
         if user.op_type == "Mul":
             reach.products.append(user)
         elif user.op_type == "Concat" and user.attributes["axis"].as_int() == 1:
-            before = sum(int(part.shape[1]) for part in user.inputs[:index])
+            before = sum(sizes(operand(user, i))[1] for i in range(index))
         elif user.op_type not in _COMMUTING:
             msg = f"{user.op_type} reads it"
             raise _LeftAloneError(msg)
@@ -139,23 +148,22 @@ def _follow(value: ir.Value, first: int, reach: _Reach, outputs: set[ir.Value]) 
 def _factors(
     readers: list[tuple[ir.Node, int]], low: Mapping[str, Array], high: Mapping[str, Array], middle: Array, share: float
 ) -> Array:
-    """s [C] for the reader with most weights among those that were watched: most of the arithmetic is there."""
-    watched = [item for item in readers if item[0].inputs[0].name in low]
+    """Factors s [C] for the reader with most weights of those that were watched: most of the arithmetic is there."""
+    watched = [item for item in readers if operand(item[0], 0).name in low]
     if not watched:
         raise _LeftAloneError("no convolution that reads it was watched")
-    reader, first = max(watched, key=lambda item: constant(item[0].inputs[1]).size)
-    weights_MGHW = constant(reader.inputs[1]).numpy()
-    name = str(reader.inputs[0].name)
+    reader, first = max(watched, key=lambda item: held(item[0], 1).size)
+    name = str(operand(reader, 0).name)
     loudest, rest = _cut(np.maximum(-low[name], high[name]), first, len(middle))
     if middle.any():
         loudest, _ = _cut((high[name] - low[name]) / 2, 0, len(middle))
-    if _depthwise(reader):
+    if group(reader) > 1:
         factors = loudest
     else:
-        heaviest, _ = _cut(np.abs(weights_MGHW).max(axis=(0, 2, 3)), first, len(middle))
+        heaviest, _ = _cut(np.abs(held(reader, 1)).max(axis=(0, 2, 3)), first, len(middle))
         factors = loudest**share / heaviest ** (1 - share)
     # Beside other channels of the same tensor these may be as loud as those, which set the scale in any case.
-    return factors * (loudest / factors).max() / rest.max() if rest.size else factors
+    return np.asarray(factors * (loudest / factors).max() / rest.max() if rest.size else factors)
 
 
 def _cut(of_all: Array, first: int, channels: int) -> tuple[Array, Array]:
@@ -165,32 +173,32 @@ def _cut(of_all: Array, first: int, channels: int) -> tuple[Array, Array]:
     return np.maximum(chosen, chosen.max() / _WIDEST), np.delete(of_all, meant)
 
 
-def _depthwise(reader: ir.Node) -> bool:
-    return reader.attributes.get_int("group", 1) > 1
+def _has_bias(node: ir.Node) -> bool:
+    return len(node.inputs) > _BIAS and constant(node.inputs[_BIAS]) is not None
 
 
 def _pointwise(reader: ir.Node) -> bool:
-    pads = reader.attributes.get_ints("pads", ())
-    return not _depthwise(reader) and reader.inputs[1].shape[2:] == (1, 1) and not any(pads) and len(reader.inputs) > 2  # noqa: PLR2004
+    """Whether the middle can be moved in what `reader` reads."""
+    plain = group(reader) == 1 and held(reader, 1).shape[2:] == (1, 1) and _has_bias(reader)
+    return plain and not any(reader.attributes.get_ints("pads", ()))
 
 
 def _change(
     model: ir.Model, node: ir.Node, index: int, formula: Callable[..., Array], middle: Array, factors: Array
 ) -> None:
     """Apply `formula` (old, m, s) to a constant of `node` along its channels."""
-    old = constant(node.inputs[index]).numpy().astype(np.float64)
+    old = held(node, index).astype(np.float64)
     shape = (-1, *[1] * (old.ndim - 1)) if node.op_type == "Conv" else (-1, 1, 1)
     _replace(model, node, index, formula(old, middle.reshape(shape), factors.reshape(shape)))
 
 
 def _take_back(model: ir.Model, reader: ir.Node, first: int, middle: Array, factors: Array) -> None:
     """Undo factors, and the move of the middle, in a convolution that reads the channels from `first` on."""
-    weights_MGHW = constant(reader.inputs[1]).numpy().astype(np.float64)
+    weights_MGHW = held(reader, 1).astype(np.float64)
     meant = slice(first, first + len(factors))
     if middle.any():
-        bias = constant(reader.inputs[2]).numpy() + weights_MGHW[:, :, 0, 0] @ middle
-        _replace(model, reader, 2, bias)
-    if _depthwise(reader):
+        _replace(model, reader, _BIAS, held(reader, _BIAS) + weights_MGHW[:, :, 0, 0] @ middle)
+    if group(reader) > 1:
         weights_MGHW[meant] *= factors.reshape(-1, 1, 1, 1)
     else:
         weights_MGHW[:, meant] *= factors.reshape(-1, 1, 1)

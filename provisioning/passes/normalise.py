@@ -1,10 +1,10 @@
 """Brings a graph, however it was exported, into the one form that the other passes rely on.
 
 Requires: a valid ONNX graph of standard operators, opset 7 to 17, with one input and one output.
-Ensures: the input is called `x`, the output `y`; opset 17, ir_version 8; constants are initializers and the shapes of reshapes are among them; BatchNorm,
-and the scalar scale and shift behind a convolution, are folded into it; no identity, no cast to the same type,
-no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one HardSwish; no metadata; names of
-nodes and of what they compute depend on the graph alone; the same numbers as before within rounding.
+Ensures: the input is called `x`, the output `y`; opset 17, ir_version 8; constants are initializers, the shapes of
+reshapes among them; BatchNorm, and the scalar scale and shift behind a convolution, are folded into it; no identity,
+no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one HardSwish;
+no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within rounding.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter, version_converter
-from onnxscript.rewriter import pattern
+from onnxscript.rewriter import MatchResult, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from models.errors import SourceError
-from provisioning.passes import IR_VERSION, OPSET, constant, initializer
+from provisioning.passes import IR_VERSION, OPSET, constant, initializer, operand, sizes
 
 _Element: TypeAlias = "int | tuple[ir.Value, int]"
 """One element of a computed shape: a number, or the size of a value along an axis."""
+_ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
+_SLICE_STEPS = 4
+"""The input of Slice that holds its steps, when there are any."""
+_SLICE_BOUNDS = 3
 
 
 def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
@@ -67,10 +71,10 @@ def _fix_reshapes(model: ir.Model) -> bool:
     for node in list(model.graph):
         if node.op_type != "Reshape" or constant(node.inputs[1]) is not None:
             continue
-        data, elements = node.inputs[0], _elements(node.inputs[1])
+        data, elements = operand(node, 0), _elements(node.inputs[1])
         if elements is None:
             continue
-        fixed = [0 if element == (data, axis) else element for axis, element in enumerate(elements)]
+        fixed: list[_Element] = [0 if element == (data, axis) else element for axis, element in enumerate(elements)]
         unknown = [element for element in fixed if not isinstance(element, int)]
         if len(unknown) + fixed.count(-1) > 1:
             continue
@@ -83,60 +87,65 @@ def _fix_reshapes(model: ir.Model) -> bool:
 
 def _elements(value: ir.Value | None) -> list[_Element] | None:
     """What each element of a one-dimensional integer value is; None when that cannot be told."""
-    tensor = constant(value)
-    if tensor is not None:
-        return [int(element) for element in tensor.numpy().reshape(-1)]
+    array = constant(value)
+    if array is not None:
+        return [int(element) for element in array.reshape(-1)]
     node = value.producer() if value is not None else None
     if node is None:
         return None
     if node.op_type == "Cast":
         return _elements(node.inputs[0])
     if node.op_type == "Shape":
-        measured = node.inputs[0]
-        known = measured is not None and measured.shape is not None
-        return [(measured, axis) for axis in range(len(measured.shape))] if known else None
+        measured = operand(node, 0)
+        return [(measured, axis) for axis in range(len(sizes(measured)))] or None
     parts = [_elements(part) for part in node.inputs]
-    if any(part is None for part in parts):
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
         return None
     if node.op_type == "Concat":
-        return [element for part in parts for element in part]
+        return [element for part in known for element in part]
     if node.op_type == "Slice":
-        starts, ends, _, steps = (*parts[1:], [0], [1])[:4] if len(parts) == 3 else (*parts[1:], [1])[:4]
-        return parts[0][starts[0] : ends[0] : steps[0]]
+        whole, starts, ends = known[:3]
+        steps = known[_SLICE_STEPS] if len(known) > _SLICE_STEPS else [1]
+        bounds = [part[0] for part in (starts, ends, steps) if isinstance(part[0], int)]
+        return whole[slice(*bounds)] if len(bounds) == _SLICE_BOUNDS else None
     return None
 
 
 def _fix_singletons(model: ir.Model) -> None:
     """Make one-element operands of arithmetic scalars, the only form in which no-op rules recognise 0 and 1."""
     for value in model.graph.initializers.values():
-        users = value.consumers()
-        arithmetic = all(
-            user.op_type in {"Add", "Sub", "Mul", "Div", "Pow"}
-            and any(other is not value and other.shape is not None and len(other.shape) > 0 for other in user.inputs)
-            for user in users
-        )
-        if tuple(value.shape) == (1,) and arithmetic:
-            value.const_value = ir.tensor(value.const_value.numpy().reshape(()), name=value.name)
+        array = constant(value)
+        if array is None or array.shape != (1,):
+            continue
+        others = [
+            [other for other in user.inputs if other is not None and other is not value and sizes(other)]
+            for user in value.consumers()
+        ]
+        if all(others) and all(user.op_type in _ARITHMETIC for user in value.consumers()):
+            value.const_value = ir.tensor(array.reshape(()), name=value.name)
             value.shape = ir.Shape(())
 
 
-class _ConvTransposeBias(pattern.RewriteRuleClassBase):
+class _ConvTransposeBias(pattern.RewriteRuleClassBase):  # type: ignore[misc] # onnxscript has no types
     """ConvTranspose(x, w) + b, with b [1, C, 1, 1] -> ConvTranspose(x, w, b): only then BatchNorm can be folded."""
 
-    def pattern(self, op: Any, x: Any, w: Any, b: Any) -> Any:
+    def pattern(self, op: Any, x: Any, w: Any, b: Any) -> Any:  # noqa: ANN401 - onnxscript traces this
         return op.ConvTranspose(x, w, _allow_other_attributes=True, _outputs=["y"]) + b
 
-    def check(self, context: Any, b: ir.Value, **_: Any) -> pattern.MatchResult:
+    def check(self, context: object, b: ir.Value, **_: object) -> MatchResult:
         del context
-        result = pattern.MatchResult()
-        tensor = constant(b)
-        if tensor is None or len(tensor.shape) != 4 or tensor.size != tensor.shape[1]:
-            return result.fail("not a constant with one number a channel")
-        return result
+        array = constant(b)
+        result = MatchResult()
+        one_a_channel = array is not None and array.shape == (1, array.size, 1, 1)
+        return result if one_a_channel else result.fail("not a constant with one number a channel")
 
-    def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value, y: ir.Value) -> ir.Value:
-        bias = op.initializer(ir.tensor(constant(b).numpy().reshape(-1)), name=f"{b.name}_bias")
-        return op.ConvTranspose(x, w, bias, **y.producer().attributes)
+    def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value, y: ir.Value) -> Any:  # noqa: ANN401 - traced
+        array, node = constant(b), y.producer()
+        if array is None or node is None:
+            return None
+        bias = op.initializer(ir.tensor(array.reshape(-1)), name=f"{b.name}_bias")
+        return op.ConvTranspose(x, w, bias, **node.attributes)
 
 
 def _convert(model: ir.Model) -> None:

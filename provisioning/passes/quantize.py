@@ -30,7 +30,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from models.spec import Array
-from provisioning.passes import constant, initializer
+from provisioning.passes import constant, group, held, initializer, operand, sizes
 
 _CHANNEL_AXIS = {"Conv": 1, "Gemm": -1, "MatMul": -1}
 """The operators, and the axis of channels in what they read."""
@@ -45,15 +45,14 @@ def targets(model: ir.Model, float_first: int = 0) -> list[ir.Node]:
 def _fits(node: ir.Node) -> bool:
     if node.op_type not in _CHANNEL_AXIS or constant(node.inputs[1]) is None or constant(node.inputs[0]) is not None:
         return False
-    shape = node.inputs[0].shape
-    return node.op_type != "Conv" or shape is None or tuple(shape[2:]) != (1, 1)
+    return node.op_type != "Conv" or sizes(operand(node, 0))[2:] != (1, 1)
 
 
 def expose(model: ir.Model) -> dict[str, int]:
     """Make outputs of what the operators read, so that it can be watched; answers name -> axis of its channels."""
     axes = {}
     for node in targets(model):
-        value = node.inputs[0]
+        value = operand(node, 0)
         axes[str(value.name)] = _CHANNEL_AXIS[node.op_type]
         if value not in model.graph.outputs and not value.is_graph_input():
             value.type = ir.TensorType(ir.DataType.FLOAT)
@@ -66,12 +65,12 @@ def quantize(
 ) -> ir.Model:
     """Quantize all `targets`.
 
-    `thresholds[name]` is the largest |x| that the scale of tensor `name` represents, `means[name]` E[x] of its channels.
+    `thresholds[name]` is the largest |x| that the scale of tensor `name` represents, `means[name]` its channels' E[x].
     """
     zero = initializer(model, "q_zero", np.array(0, np.int8))
     passed: dict[ir.Value, ir.Value] = {}
     for node in targets(model, float_first):
-        value = node.inputs[0]
+        value = operand(node, 0)
         _store_int8(model, node, means[str(value.name)])
         if value not in passed:
             passed[value] = _through_int8(model, node, thresholds[str(value.name)], zero)
@@ -82,7 +81,7 @@ def quantize(
 
 def _through_int8(model: ir.Model, node: ir.Node, threshold: float, zero: ir.Value) -> ir.Value:
     """The first input of `node` after QuantizeLinear and DequantizeLinear, which all its readers share."""
-    value = node.inputs[0]
+    value = operand(node, 0)
     scale = initializer(model, f"{value.name}_scale", np.array(max(threshold, 1e-8) / _LARGEST, np.float32))
     quantized = ir.node("QuantizeLinear", [value, scale, zero], name=f"{value.name}_q")
     restored = ir.node("DequantizeLinear", [quantized.outputs[0], scale, zero], name=f"{value.name}_dq")
@@ -94,8 +93,9 @@ def _through_int8(model: ir.Model, node: ir.Node, threshold: float, zero: ir.Val
 
 def _store_int8(model: ir.Model, node: ir.Node, mean: Array) -> None:
     """Replace the weights of `node` by int8 ones behind a DequantizeLinear, and correct its bias for them."""
-    weights = constant(node.inputs[1]).numpy()
-    axis = 0 if node.op_type == "Conv" or node.attributes.get_int("transB", 0) else weights.ndim - 1
+    weights = held(node, 1)
+    first = node.op_type == "Conv" or node.attributes.get_int("transB", 0) == 1
+    axis = 0 if first else weights.ndim - 1
     others = tuple(i for i in range(weights.ndim) if i != axis)
     scales = (np.maximum(np.abs(weights).max(axis=others), 1e-8) / _LARGEST).astype(np.float32)
     along = np.expand_dims(scales, others)
@@ -115,7 +115,7 @@ def _store_int8(model: ir.Model, node: ir.Node, mean: Array) -> None:
     node.replace_input_with(1, restored.outputs[0])
     bias = constant(node.inputs[2]) if node.op_type == "Conv" and len(node.inputs) > 2 else None  # noqa: PLR2004
     if bias is not None:
-        lost_MG = (weights.astype(np.float64) - whole * along.astype(np.float64)).sum(axis=(2, 3))  # noqa: N806
-        shift = lost_MG[:, 0] * mean if node.attributes.get_int("group", 1) > 1 else lost_MG @ mean
-        corrected = (bias.numpy() + shift).astype(np.float32)
+        lost_MG = (weights.astype(np.float64) - whole * along.astype(np.float64)).sum(axis=(2, 3))
+        shift = lost_MG[:, 0] * mean if group(node) > 1 else lost_MG @ mean
+        corrected = (bias + shift).astype(np.float32)
         node.replace_input_with(2, initializer(model, f"{node.name}_bias", corrected))

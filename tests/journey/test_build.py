@@ -1,0 +1,164 @@
+"""`provision build`, `inspect` and `verify`, as somebody in the workshop uses them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import checkpoint
+from support.processes import clean_environment
+
+from models.folder import BundleFolder
+
+pytestmark = pytest.mark.journey
+
+ROOT = Path(__file__).parent.parent.parent
+RECIPE = ROOT / "models" / "zoo" / "ppocr-v4.toml"
+
+
+class Workshop:
+    """A tiny recipe, its checkpoint, its data, and a cache of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """Lay everything down."""
+        self.folder = folder
+        content = checkpoint.recogniser()
+        checkpoint.install(folder / "packages", content)
+        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
+        self.recipe = str(checkpoint.recipe(folder / "tiny.toml", content))
+        self.out = str(folder / "bundle")
+
+    def provision(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a `provision` command to its end."""
+        own = {"PYTHONPATH": str(self.folder / "packages"), "XDG_CACHE_HOME": str(self.folder / "cache")}
+        return subprocess.run(
+            [str(Path(sys.executable).with_name("provision")), *arguments],
+            env=clean_environment() | own,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    def failed(self, *arguments: str) -> str:
+        """Run a command that must fail with status 1; the last line it prints."""
+        ended = self.provision(*arguments)
+        assert ended.returncode == 1, ended.stderr
+        assert ended.stdout == ""
+        assert "Traceback" not in ended.stderr
+        return ended.stderr.splitlines()[-1]
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Workshop:
+    return Workshop(tmp_path)
+
+
+def test_a_bundle_is_built_shown_and_verified(workshop: Workshop) -> None:
+    built = workshop.provision("build", workshop.recipe, "--target", "cpu", "--out", workshop.out)
+    assert built.returncode == 0, built.stderr
+    assert "rec: normalise" in built.stderr
+    digest = BundleFolder(Path(workshop.out)).manifest.digest
+    assert f"digest {digest}" in built.stdout
+    shown = workshop.provision("inspect", workshop.out, "--json")
+    document = json.loads(shown.stdout)
+    assert document["digest"] == digest
+    assert set(document["manifest"]["graphs"]["rec"]["variants"]) == {"fp32", "int8"}
+    for precision in ("fp32", "int8"):
+        verified = workshop.provision(
+            "verify", workshop.out, "--data", str(workshop.folder / "data"), "--precision", precision, "--json"
+        )
+        assert verified.returncode == 0, verified.stderr
+        report = json.loads(verified.stdout)
+        assert {"original", "packed", "agreement", "interval", "by_source"} <= set(report)
+        assert report["packed"]["lines"] == 4
+        assert report["precision"] == precision
+
+
+def test_the_second_build_does_nothing_twice_and_gives_the_same_bundle(workshop: Workshop) -> None:
+    digests = []
+    for _ in range(2):
+        built = workshop.provision("build", workshop.recipe, "--out", workshop.out, "--json")
+        assert built.returncode == 0, built.stderr
+        digests.append(json.loads(built.stdout)["digest"])
+    assert digests[0] == digests[1]
+    steps = [line for line in built.stderr.splitlines() if "rec: " in line]
+    assert steps
+    assert all("(done before)" in step for step in steps)
+
+
+def test_what_cannot_be_used_is_said_in_one_sentence(workshop: Workshop) -> None:
+    build = ("build", workshop.recipe, "--out", workshop.out)
+    assert "no-such.toml cannot be read" in workshop.failed("build", "no-such.toml", "--out", workshop.out)
+    assert "target 'a100' is not supported yet; supported: cpu" in workshop.failed(*build, "--target", "a100")
+    assert "is no bundle" in workshop.failed("build", workshop.recipe, "--out", str(workshop.folder / "data"))
+    assert "labelled data is needed" in workshop.failed(*build, "--data", str(workshop.folder / "nowhere"))
+    assert "is no bundle" in workshop.failed("inspect", str(workshop.folder / "data"))
+    picture = workshop.folder / "data" / "lines" / "noise_calibrate0.png"
+    picture.write_bytes(picture.read_bytes()[:99])
+    assert "noise_calibrate0.png cannot be used" in workshop.failed(*build)
+    assert not Path(workshop.out).exists()
+
+
+def test_a_gate_that_nothing_passes_writes_nothing(workshop: Workshop) -> None:
+    recipe = Path(workshop.recipe)
+    recipe.write_text(recipe.read_text().replace("exact_drop = 0.5", "exact_drop = -1"))
+    assert "has no precision left" in workshop.failed("build", workshop.recipe, "--out", workshop.out)
+    assert not Path(workshop.out).exists()
+
+
+def test_a_damaged_bundle_is_not_verified(workshop: Workshop) -> None:
+    built = workshop.provision("build", workshop.recipe, "--out", workshop.out)
+    assert built.returncode == 0, built.stderr
+    blob = next(iter(sorted((Path(workshop.out) / "blobs" / "sha256").iterdir())))
+    blob.write_bytes(blob.read_bytes()[:-1])
+    assert "is damaged" in workshop.failed("verify", workshop.out, "--data", str(workshop.folder / "data"))
+
+
+@pytest.mark.parametrize("arguments", [("build",), ("fly",), ("verify", ".", "--precision", "fp8")])
+def test_wrong_usage_ends_with_status_2(workshop: Workshop, arguments: tuple[str, ...]) -> None:
+    ended = workshop.provision(*arguments)
+    assert ended.returncode == 2, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", [(), ("build",), ("inspect",), ("verify",)])
+def test_every_command_explains_itself(workshop: Workshop, arguments: tuple[str, ...]) -> None:
+    shown = workshop.provision(*arguments, "--help")
+    assert shown.returncode == 0
+    assert "Usage" in shown.stdout
+
+
+def test_help_does_not_wait_for_the_libraries_that_build(workshop: Workshop) -> None:
+    program = "import sys, provisioning.cli; print(sorted({'onnx', 'onnxruntime', 'cv2', 'numpy'} & set(sys.modules)))"
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=workshop.folder, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout == "[]\n"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_real_recipe_reads_as_well_as_its_checkpoint(reading_bundle: Path, tmp_path: Path) -> None:
+    manifest = BundleFolder(reading_bundle).manifest
+    rec = manifest.graphs["rec"]
+    assert set(manifest.graphs) == {"cls", "det", "rec"}
+    assert rec.original is not None
+    assert rec.original.exact > 0.85
+    for precision, most in (("fp32", 0.0), ("int8", 0.03)):
+        measured = rec.variants[precision].accuracy
+        assert measured is not None
+        assert rec.original.exact - measured.exact <= most
+    assert rec.variants["int8"].graph.size_bytes < rec.variants["fp32"].graph.size_bytes / 3
+    assert len(BundleFolder(reading_bundle).read_labels()) == 6624
+    again = subprocess.run(
+        [str(Path(sys.executable).with_name("provision")), "build", str(RECIPE), "--out", str(tmp_path), "--json"],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(again.stdout)["digest"] == manifest.digest

@@ -1,0 +1,169 @@
+"""A whole build of a tiny checkpoint, in memory and onto disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import checkpoint
+
+from appliance.runtime import choose
+from models.errors import ConfigError, GateFailed, SourceError
+from models.folder import BundleFolder
+from provisioning.accuracy import verify
+from provisioning.build import THREADS, Built, build
+from provisioning.cache import Cache
+from provisioning.data import load
+from provisioning.pack import check_folder, pack
+from provisioning.recipe import read
+
+pytestmark = pytest.mark.unit
+
+RUNTIME = choose("onnxruntime-cpu")
+
+
+class Workshop:
+    """A recipe, its checkpoint and its data in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Lay everything down."""
+        self.folder = folder
+        self.content = checkpoint.recogniser()
+        checkpoint.install(folder, self.content)
+        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
+        self.reports: list[str] = []
+
+    def build(self, precision: str = "auto", cache: Path | None = None, **changes: str) -> Built:
+        """Build with a changed recipe."""
+        recipe = read(checkpoint.recipe(self.folder / "tiny.toml", self.content, **changes))
+        return build(recipe, self.folder / "data", precision, Cache(cache), self.reports.append)
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return Workshop(tmp_path)
+
+
+def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Workshop) -> None:
+    built = workshop.build()
+    graph = built.graphs["rec"]
+    assert set(graph.variants) == set(graph.accuracy) == {"fp32", "int8"}
+    assert graph.left_out == {}
+    assert graph.original is not None
+    assert graph.original.lines == 4
+    assert built.labels.split("\n") == [*checkpoint.LETTERS, " "]
+
+
+def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
+    steps = {step.name: step for step in workshop.build().steps}
+    assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "watch", "equalise", "quantize", "read"]
+    assert steps["normalise"].input == steps["fetch"].output == steps["labels"].input
+    assert steps["ctc_head"].input == steps["normalise"].output
+
+
+def test_two_builds_are_the_same_to_the_byte(workshop: Workshop, tmp_path: Path) -> None:
+    first = pack(workshop.build(), tmp_path / "first")
+    second = pack(workshop.build(cache=tmp_path / "cache"), tmp_path / "second")
+    third = pack(workshop.build(cache=tmp_path / "cache"), tmp_path / "third")
+    assert first.to_bytes() == second.to_bytes() == third.to_bytes()
+    assert str(tmp_path) not in first.to_bytes().decode()
+
+
+def test_a_second_build_takes_everything_from_the_cache(workshop: Workshop, tmp_path: Path) -> None:
+    workshop.build(cache=tmp_path / "cache")
+    workshop.reports.clear()
+    workshop.build(cache=tmp_path / "cache")
+    assert [report for report in workshop.reports if ":" in report and "(done before)" not in report] == []
+
+
+def test_a_corrupt_entry_of_the_cache_is_made_again(workshop: Workshop, tmp_path: Path) -> None:
+    before = workshop.build(cache=tmp_path / "cache")
+    for entry in (tmp_path / "cache").iterdir():
+        entry.write_bytes(entry.read_bytes()[:-1])
+    assert workshop.build(cache=tmp_path / "cache").steps == before.steps
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = Cache(tmp_path / "file")
+    cache.put("key", b"content")
+    assert cache.get("key") is None
+
+
+def test_the_cache_follows_the_base_directory_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    Cache.of_user().put("key", b"content")
+    assert (tmp_path / "edge-appliance" / "key").exists()
+    assert Cache.of_user().get("key") == b"content"
+
+
+def test_a_gate_that_nothing_passes_fails_the_build_with_every_reason(workshop: Workshop) -> None:
+    with pytest.raises(
+        GateFailed, match=r"rec has no precision left: fp32: exact match fell .*; int8: exact match fell"
+    ):
+        workshop.build(**{"exact_drop = 0.5": "exact_drop = -1"})
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_forced_precision_is_the_only_one(workshop: Workshop, precision: str) -> None:
+    assert set(workshop.build(precision).graphs["rec"].variants) == {precision}
+
+
+def test_a_precision_that_the_recipe_lacks_cannot_be_forced(workshop: Workshop) -> None:
+    with pytest.raises(ConfigError, match="rec has no int8 in its recipe, only fp32"):
+        workshop.build("int8", **{', "int8"': ""})
+
+
+def test_a_checkpoint_that_is_no_graph_is_one_clear_error(workshop: Workshop) -> None:
+    workshop.content = b"not a graph"
+    checkpoint.install(workshop.folder, workshop.content)
+    with pytest.raises(SourceError, match="is no ONNX graph"):
+        workshop.build()
+
+
+def test_labels_that_are_not_in_the_checkpoint_are_one_clear_error(workshop: Workshop) -> None:
+    with pytest.raises(SourceError, match="no labels under 'letters' in its metadata"):
+        workshop.build(**{'"character"': '"letters"'})
+
+
+def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_path: Path) -> None:
+    pack(workshop.build(), tmp_path / "bundle")
+    folder = BundleFolder(tmp_path / "bundle")
+    graph = folder.manifest.graphs["rec"]
+    assert [(tensor.name, tensor.shape, tensor.layout) for tensor in graph.spec.inputs] == [
+        ("x", (-1, 3, 48, -1), "NCHW")
+    ]
+    assert [(tensor.name, tensor.layout) for tensor in graph.spec.outputs] == [("index", "NT"), ("probability", "NT")]
+    for variant in graph.variants.values():
+        inputs = folder.read_arrays(variant.golden.inputs)
+        assert inputs["x"].shape == (1, 3, 48, 320)
+        answer = RUNTIME.open(folder.read(variant.graph), threads=1).run(inputs)
+        for name, known in folder.read_arrays(variant.golden.outputs).items():
+            np.testing.assert_array_equal(answer[name], known)
+    assert folder.read_labels() == [*checkpoint.LETTERS, " "]
+    assert set(folder.measurements("cpu")["latency_ms"]["rec"]) == {"fp32", "int8"}
+
+
+def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
+    pack(workshop.build(), tmp_path / "bundle")
+    lines = load(tmp_path / "data", "all").lines
+    report = verify(BundleFolder(tmp_path / "bundle"), lines, "fp32", RUNTIME, THREADS)
+    assert report["agreement"] == 1.0
+    assert report["original"] == report["packed"]
+    assert report["original"]["lines"] == 7
+
+
+@pytest.mark.parametrize("name", ["nothing", "empty", "torn"])
+def test_a_bundle_may_be_written_where_nothing_else_is(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn" / "blobs").mkdir(parents=True)
+    check_folder(tmp_path / name)
+
+
+def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").touch()
+    for path in (tmp_path, tmp_path / "letter.txt"):
+        with pytest.raises(ConfigError, match="exists and is no bundle"):
+            check_folder(path)

@@ -1,0 +1,247 @@
+"""Graph surgery: every pass keeps the numbers, and leaves the form that the next one relies on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from onnx import TensorProto, checker, helper, load_model_from_string, numpy_helper
+from support import checkpoint
+
+from appliance.runtime import choose
+from kernels.reference import ctc_head as reference
+from kernels.reference import ctc_head_of_softmax
+from models.errors import SourceError
+from models.spec import Array
+from provisioning import passes
+from provisioning.calibrate import watch
+from provisioning.passes.ctc_head import ctc_head
+from provisioning.passes.equalise import equalise
+from provisioning.passes.normalise import normalise
+from provisioning.passes.quantize import expose, quantize, targets
+
+pytestmark = pytest.mark.unit
+
+SHAPE = [-1, 3, 48, -1]
+RUNTIME = choose("onnxruntime-cpu")
+
+
+def pixels(width: int, seed: int = 0) -> Array:
+    """A line of noise with a plain area behind it."""
+    x = np.zeros((1, 3, 48, width), np.float32)
+    x[..., : width // 2] = np.random.default_rng(seed).uniform(-1, 1, (1, 3, 48, width // 2))
+    return x
+
+
+def outputs(content: bytes, x: Array) -> dict[str, Array]:
+    """All outputs of a graph with one input."""
+    session = RUNTIME.open(content, threads=1)
+    return session.run({session.spec.inputs[0].name: x})
+
+
+def normalised() -> ir.Model:
+    return normalise(passes.load(checkpoint.recogniser(), "it"), SHAPE)
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"no graph at all", checkpoint.recogniser()[:2500], checkpoint.recogniser()[:-1]]
+)
+def test_what_is_no_whole_graph_is_refused_by_name(content: bytes) -> None:
+    with pytest.raises(SourceError, match="the checkpoint is no ONNX graph"):
+        passes.load(content, "the checkpoint")
+
+
+def test_normalising_leaves_only_what_computes() -> None:
+    model = normalised()
+    checker.check_model(load_model_from_string(passes.save(model)), full_check=True)
+    assert operators(model) == {
+        "Conv": 3, "HardSwish": 2, "Mul": 2, "Add": 2, "AveragePool": 1,
+        "Reshape": 1, "Transpose": 1, "MatMul": 1, "Softmax": 1,
+    }  # fmt: skip
+    assert model.opset_imports == {"": passes.OPSET}
+    assert model.ir_version == passes.IR_VERSION
+    assert (model.graph.inputs[0].name, model.graph.outputs[0].name) == ("x", "y")
+    assert passes.sizes(model.graph.inputs[0]) == (-1, 3, 48, -1)
+
+
+@pytest.mark.parametrize("width", [320, 488])
+def test_normalising_keeps_the_numbers(width: int) -> None:
+    (before,) = outputs(checkpoint.recogniser(), pixels(width)).values()
+    (after,) = outputs(passes.save(normalised()), pixels(width)).values()
+    assert after.shape == (1, width // 8, checkpoint.CLASSES)
+    np.testing.assert_allclose(after, before, atol=1e-5)
+
+
+def test_normalising_gives_the_same_bytes_however_often_it_ran_before() -> None:
+    assert passes.save(normalised()) == passes.save(normalised())
+
+
+def test_a_graph_that_does_not_fit_its_recipe_is_refused() -> None:
+    with pytest.raises(SourceError, match="one input with 2 axes"):
+        normalise(passes.load(checkpoint.recogniser(), "it"), [-1, 3])
+
+
+def test_a_bias_behind_a_transposed_convolution_moves_inside_and_lets_batch_norm_follow() -> None:
+    random = np.random.default_rng(1)
+    held = {
+        "w": random.normal(size=(4, 6, 2, 2)), "b": random.normal(size=(1, 6, 1, 1)), "gamma": random.normal(size=6),
+        "beta": random.normal(size=6), "mean": random.normal(size=6), "variance": random.uniform(1, 2, 6),
+    }  # fmt: skip
+    model = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("ConvTranspose", ["in", "w"], ["t"], kernel_shape=[2, 2], strides=[2, 2]),
+                helper.make_node("Add", ["t", "b"], ["s"]),
+                helper.make_node("BatchNormalization", ["s", "gamma", "beta", "mean", "variance"], ["out"]),
+            ],
+            "up",
+            [helper.make_tensor_value_info("in", TensorProto.FLOAT, ["n", 4, "h", "w"])],
+            [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["n", 6, "a", "b"])],
+            [numpy_helper.from_array(array.astype(np.float32), name) for name, array in held.items()],
+        ),
+        opset_imports=[helper.make_opsetid("", 12)],
+        ir_version=7,
+    )
+    content = model.SerializeToString()
+    folded = normalise(passes.load(content, "it"), [-1, 4, -1, -1])
+    assert operators(folded) == {"ConvTranspose": 1}
+    x = random.normal(size=(1, 4, 5, 7)).astype(np.float32)
+    np.testing.assert_allclose(outputs(passes.save(folded), x)["y"], outputs(content, x)["out"], atol=1e-5)
+
+
+def test_the_head_answers_what_the_reference_defines() -> None:
+    x = np.concatenate([pixels(320, seed) for seed in range(3)])
+    content = passes.save(ctc_head(normalised()))
+    checker.check_model(load_model_from_string(content), full_check=True)
+    answer = outputs(content, x)
+    (softmax,) = outputs(checkpoint.recogniser(), x).values()
+    index, probability = ctc_head_of_softmax(softmax)
+    assert answer["index"].dtype == np.int64
+    np.testing.assert_array_equal(answer["index"], index)
+    np.testing.assert_allclose(answer["probability"], probability, atol=1e-5)
+
+
+def test_the_reference_is_the_maximum_of_a_softmax_and_does_not_overflow() -> None:
+    logits = np.random.default_rng(0).normal(0, 50, (2, 3, 9)) + 2000
+    softmax = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    softmax /= softmax.sum(axis=-1, keepdims=True)
+    for ours, other in zip(reference(logits), ctc_head_of_softmax(softmax), strict=True):
+        np.testing.assert_allclose(ours, other)
+
+
+def test_the_head_needs_a_softmax_at_the_end() -> None:
+    with pytest.raises(SourceError, match="must end in one Softmax"):
+        ctc_head(ctc_head(normalised()))
+
+
+def watched(model: ir.Model) -> dict[str, Array]:
+    """Low, high, mean and threshold of what the quantizable operators of a copy of `model` read."""
+    copy = passes.load(passes.save(model), "it")
+    axes = expose(copy)
+    samples = [{"x": pixels(width, width)} for width in (320, 352, 480)]
+    seen = watch(passes.save(copy), axes, samples, RUNTIME, 2)
+    return {name: (one.low, one.high, one.mean, one.threshold(100)) for name, one in seen.items()}
+
+
+def equalised() -> tuple[ir.Model, dict[str, str]]:
+    model = normalised()
+    seen = watched(model)
+    low, high = ({name: one[i] for name, one in seen.items()} for i in (0, 1))
+    return model, equalise(model, low, high)
+
+
+def test_equalising_keeps_the_numbers_and_the_operators() -> None:
+    before, (after, _) = normalised(), equalised()
+    assert operators(before) == operators(after)
+    x = pixels(400)
+    np.testing.assert_allclose(outputs(passes.save(after), x)["y"], outputs(passes.save(before), x)["y"], atol=1e-5)
+
+
+def test_after_equalising_every_channel_uses_its_part_of_the_scale() -> None:
+    model, left_alone = equalised()
+    seen = watched(model)
+    depthwise, pointwise = (passes.operand(node, 0).name for node in model.graph if node.op_type == "Conv"
+                            and passes.operand(node, 0).name != "x")  # fmt: skip
+    low, high, *_ = seen[depthwise]
+    np.testing.assert_allclose(np.maximum(-low, high), np.maximum(-low, high).max(), rtol=1e-4)
+    low, high, *_ = seen[pointwise]
+    np.testing.assert_allclose(low, -high, rtol=1e-3)  # centred
+    assert set(left_alone.values()) == {"HardSwish reads it", "Reshape reads it"}
+
+
+def test_a_sum_of_two_tensors_is_left_alone_and_said_so() -> None:
+    model = helper.make_model(
+        helper.make_graph(
+            [
+                helper.make_node("Add", ["x", "x"], ["twice"]),
+                helper.make_node("Conv", ["twice", "w"], ["y"], kernel_shape=[1, 1]),
+            ],
+            "sum",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2, 3, 3])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2, 3, 3])],
+            [numpy_helper.from_array(np.ones((2, 2, 1, 1), np.float32), "w")],
+        ),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    reasons = equalise(passes.load(model.SerializeToString(), "it"), {}, {})
+    assert reasons == {"twice": "Add joins two computed tensors", "y": "its weights or its bias are not constant"}
+
+
+def quantized(float_first: int = 0) -> ir.Model:
+    model, _ = equalised()
+    seen = watched(model)
+    thresholds = {name: float(one[3]) for name, one in seen.items()}
+    return quantize(model, thresholds, {name: one[2] for name, one in seen.items()}, float_first)
+
+
+def test_every_quantized_operator_reads_int8_and_nothing_else_does() -> None:
+    model = quantized()
+    checker.check_model(load_model_from_string(passes.save(model)), full_check=True)
+    assert operators(model)["QuantizeLinear"] == 4
+    for node in model.graph:
+        if node.op_type in {"Conv", "MatMul"}:
+            makers = [passes.operand(node, i).producer() for i in (0, 1)]
+            assert [maker.op_type if maker else None for maker in makers] == ["DequantizeLinear"] * 2
+            assert all(passes.constant(value) is not None for value in node.inputs[2:])  # the bias stays in float
+        elif node.op_type == "QuantizeLinear":
+            assert {user.op_type for user, _ in node.outputs[0].uses()} == {"DequantizeLinear"}
+        elif node.op_type == "DequantizeLinear":
+            assert {user.op_type for user, _ in node.outputs[0].uses()} <= {"Conv", "MatMul"}
+            zeros = passes.held(node, 2)
+            assert zeros.dtype == np.int8
+            assert not zeros.any()
+
+
+def test_weights_are_stored_in_int8_with_a_scale_for_each_output_channel() -> None:
+    model = quantized()
+    before = {node.name: passes.held(node, 1) for node in equalised()[0].graph if node.op_type in {"Conv", "MatMul"}}
+    for node in model.graph:
+        if node.name in before:
+            restored = passes.operand(node, 1).producer()
+            assert restored is not None
+            whole, scales = passes.held(restored, 0), passes.held(restored, 1)
+            axis = restored.attributes["axis"].as_int()
+            assert whole.dtype == np.int8
+            assert axis == (0 if node.op_type == "Conv" else 1)
+            assert np.abs(whole).max() == 127
+            along = np.expand_dims(scales, tuple(i for i in range(whole.ndim) if i != axis))
+            assert (np.abs(whole * along - before[node.name]) <= along * 0.501).all()
+
+
+def test_int8_stays_close_to_float() -> None:
+    x = pixels(320, 9)
+    difference = outputs(passes.save(quantized()), x)["y"] - outputs(passes.save(normalised()), x)["y"]
+    assert np.abs(difference).max() < 0.05
+
+
+def test_the_first_operators_stay_in_float_when_the_recipe_says_so() -> None:
+    model = quantized(float_first=1)
+    assert operators(model)["QuantizeLinear"] == 3
+    assert [node.op_type for node in targets(normalised(), 1)] == ["Conv", "Conv", "MatMul"]

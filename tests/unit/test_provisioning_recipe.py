@@ -1,0 +1,51 @@
+"""Recipes are read strictly, and the one that ships fits its own rules."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support import checkpoint
+
+from models.errors import ConfigError
+from provisioning.recipe import read
+
+pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_the_recipe_that_ships_can_be_read() -> None:
+    file = read(ROOT / "models" / "zoo" / "ppocr-v4.toml")
+    assert {name: graph.role for name, graph in file.recipe.graphs.items()} == {
+        "det": "detect", "cls": "classify", "rec": "recognise",
+    }  # fmt: skip
+    assert file.default_data == ROOT / "tests" / "data" / "ocr"
+    assert file.default_data.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("licence", "license", "unknown key 'license'; did you mean 'licence'"),
+        ("exact_drop", "exact_drops", "graphs.rec.gate: unknown key 'exact_drops'; did you mean 'exact_drop'"),
+        ("exact_drop", "overlap", "graphs.rec.gate.exact_drop is missing, the limit of role 'recognise'"),
+        ('version = "1.0.0"', "version = 1", "version must be str"),
+        ('role = "recognise"', 'role = "read"', "graphs.rec.role has 'read'; known: detect, classify, recognise"),
+        ('"int8"', '"int4"', "graphs.rec.precisions has 'int4'; known: fp32, int8"),
+        ('"normalise", ', "", "needs a precision and 'normalise' as its first pass"),
+        ("[graphs.rec]", "[graphs.rec", "cannot be used"),
+        ('sha256 = "', 'sha256 = ["', "cannot be used"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path: Path, old: str, new: str, reason: str) -> None:
+    path = checkpoint.recipe(tmp_path / "tiny.toml", b"", **{old: new})
+    with pytest.raises(ConfigError) as refused:
+        read(path)
+    assert reason in str(refused.value)
+    assert str(path) in str(refused.value)
+
+
+def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml cannot be read \(No such file"):
+        read(tmp_path / "none.toml")
