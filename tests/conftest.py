@@ -84,6 +84,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Times(), "times")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test that says no kind is refused: its time would belong to no budget."""
+    unmarked = [item.nodeid for item in items if not any(item.get_closest_marker(kind) for kind in KINDS)]
+    if unmarked:
+        msg = f"each test needs one of the markers {', '.join(KINDS)}; missing on {', '.join(unmarked[:5])}"
+        raise pytest.UsageError(msg)
+
+
 @pytest.fixture
 def start_daemon(tmp_path: Path) -> Iterator[StartDaemon]:
     """Starts daemons that are gone after the test, whatever happens."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 
@@ -11,8 +15,8 @@ import httpx
 import numpy as np
 import pytest
 from support import tiny
-from support.daemon import Daemon, Floats, StartDaemon, appliance, assert_refused, binary_floats
-from support.processes import eventually, marked
+from support.daemon import APPLIANCE, Daemon, Floats, StartDaemon, appliance, assert_refused, binary_floats
+from support.processes import clean_environment, eventually, marked
 
 pytestmark = pytest.mark.journey
 
@@ -132,6 +136,85 @@ def test_after_a_power_cut_no_worker_survives_and_the_next_start_has_the_same_id
     first.kill()
     eventually(lambda: not marked(first.mark), "the worker noticed that its daemon is gone")
     assert start_null().status()["device_id"] == device_id
+
+
+def test_after_a_power_cut_not_even_a_worker_that_hangs_survives(start_null: StartDaemon) -> None:
+    daemon = start_null()
+    os.kill(daemon.worker_pid(), signal.SIGSTOP)
+    daemon.kill()
+    eventually(lambda: not marked(daemon.mark), "the worker is gone with its daemon")
+
+
+def test_a_stop_takes_no_longer_than_the_grace_period_whoever_hangs(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    path = tiny.null_model(tmp_path / "null.json")
+    models = [part for name in ("a", "b", "c") for part in ("--onnx", f"{name}={path}")]
+    daemon = start_daemon(*models, APPLIANCE_RUNTIME="null", APPLIANCE_SHUTDOWN_GRACE_S="2").wait_serving().wait_ready()
+    url = httpx.URL(daemon.url)
+    with socket.create_connection((url.host, url.port or 0)) as half:
+        half.sendall(b"POST /v2/models/a/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf")
+        for name in ("a", "b", "c"):
+            os.kill(daemon.worker_pid(name), signal.SIGSTOP)
+        started = time.monotonic()
+        daemon.stop()
+    assert time.monotonic() - started < 2 + 1 + 2  # the grace, the least that workers get, and our own slowness
+    assert len(daemon.log("worker_killed")) == 3
+
+
+def test_a_log_that_nobody_takes_any_more_stops_nothing(tmp_path: Path) -> None:
+    model = tiny.null_model(tmp_path / "null.json")
+    (tmp_path / "config.toml").touch()
+    own = ["--config", str(tmp_path / "config.toml"), "--state-dir", str(tmp_path / "state"), "--http", "127.0.0.1:0"]
+    process = subprocess.Popen(
+        [str(APPLIANCE), "run", *own, "--onnx", f"null={model}"],
+        env=clean_environment() | {"APPLIANCE_RUNTIME": "null"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stderr
+        with process.stderr as log:
+            url = next(line["http"] for line in map(json.loads, log) if line["event"] == "serving")
+
+        def worker(state: str, restarts: int) -> int:
+            (found,) = httpx.get(f"{url}/v1/status", trust_env=False).json()["workers"]
+            return int(found["pid"]) if (found["state"], found["restarts"]) == (state, restarts) else 0
+
+        os.kill(eventually(lambda: worker("ready", 0), "a worker is ready"), signal.SIGKILL)
+        eventually(lambda: worker("ready", 1), "it was restarted, although nobody could be told")
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+
+
+def test_an_answer_that_shared_memory_cannot_hold_is_refused_at_once(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    path = tiny.wide_model(tmp_path / "wide.onnx", width=2**20)
+    daemon = start_daemon("--onnx", f"wide={path}", APPLIANCE_HTTP__BODY_LIMIT_BYTES="1024").wait_serving().wait_ready()
+    started = time.monotonic()
+    refused = daemon.infer("wide", np.ones((1, 1), np.float32))
+    assert "larger than the memory shared with the daemon" in assert_refused(refused, 500)
+    assert time.monotonic() - started < 5
+    daemon.stop()
+
+
+def test_guessed_sizes_never_take_more_memory_than_a_request_could(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    path = tiny.elevens_model(tmp_path / "deep.onnx", dimensions=5)
+    daemon = start_daemon("--onnx", f"deep={path}").wait_serving()
+    eventually(lambda: "not tried yet" in (daemon.model("deep")["reason"] or ""), "it is loaded")
+    assert daemon.infer("deep", np.ones((1, 1, 1, 1, 11), np.float32)).status_code == 200
+    assert daemon.model("deep")["ready"]
+    daemon.stop()
+
+
+def test_a_model_with_more_outputs_than_can_be_told_says_so(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    path = tiny.crowded_model(tmp_path / "crowded.onnx", outputs=4000)
+    daemon = start_daemon("--onnx", f"crowded={path}").wait_serving()
+    eventually(
+        lambda: "more than fits in a message" in (daemon.model("crowded")["reason"] or ""), "status says why", 30
+    )
+    daemon.stop()
 
 
 def test_a_second_daemon_on_the_same_state_folder_says_so_and_ends(start_daemon: StartDaemon, tmp_path: Path) -> None:

@@ -129,6 +129,15 @@ def test_an_order_without_a_place_for_the_answer_is_answered_at_the_devices_own(
     assert listener.wait_for(RESULT, id="reply to everybody").document["status"] == "done"
 
 
+@pytest.mark.parametrize("topic", [AVAILABILITY, STATE, CMD, "a/" * 300], ids=["availability", "state", "cmd", "deep"])
+def test_an_answer_goes_nowhere_where_it_would_mislead_others_or_cost_the_connection(
+    fleet: tuple[Daemon, Mosquitto], listener: Listener, topic: str
+) -> None:
+    listener.publish(CMD, order(f"reply to {topic[:30]}"), reply_to=topic)
+    assert listener.wait_for(RESULT, id=f"reply to {topic[:30]}").document["status"] == "done"
+    assert not fleet[0].log("mqtt_down")
+
+
 def test_an_order_that_comes_twice_gets_the_same_answer_twice(listener: Listener) -> None:
     for _ in range(2):
         listener.publish(CMD, order("twice"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +19,19 @@ import tritonclient.http as triton
 from support.daemon import Daemon, appliance, assert_refused
 from support.processes import eventually
 
-from models.tasks.text import edit_distance, normalise, source_of
+from models.folder import BundleFolder
+from models.tasks import lines as lines_task
+from models.tasks.text import edit_distance, exact_and_cer, normalise, source_of
+from provisioning import data
 
 pytestmark = [pytest.mark.journey, pytest.mark.long, pytest.mark.timeout(1200)]
 
-PAGES = Path(__file__).parent.parent / "data" / "ocr" / "pages"
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "tests" / "data" / "ocr" / "pages"
+DEVELOPER_SET = ROOT.parent / "shared" / "data" / "ocr"
+needs_developer_set = pytest.mark.skipif(
+    not DEVELOPER_SET.is_dir(), reason="the larger set of labelled pages (../shared/data/ocr) is not on this machine"
+)
 PREDICT = "/v1/models/ppocr-v4/predict"
 FLOORS = {"sroie": 0.85, "icdar2015": 0.4}
 """Share of the labelled lines that must be read, by source. Over its 8 receipts and 8 street photos the
@@ -36,6 +46,7 @@ class Page:
     width: int
     height: int
     texts: tuple[str, ...]
+    boxes: tuple[tuple[int, ...], ...]
 
     @property
     def content(self) -> bytes:
@@ -43,18 +54,16 @@ class Page:
         return self.path.read_bytes()
 
 
-def pages() -> list[Page]:
-    """All labelled pictures of the test data."""
-    labels = PAGES / "labels.jsonl"
-    if not labels.is_file():
-        return []
-    documents = [json.loads(line) for line in labels.read_text().splitlines()]
+def pages(folder: Path = PAGES) -> list[Page]:
+    """All labelled pictures of a folder."""
+    documents = [json.loads(line) for line in (folder / "labels.jsonl").read_text().splitlines()]
     return [
         Page(
-            PAGES / document["file"],
+            folder / document["file"],
             document["width"],
             document["height"],
             tuple(line["text"] for line in document["lines"] if not line["ignore"]),
+            tuple(tuple(line["box"]) for line in document["lines"] if not line["ignore"]),
         )
         for document in documents
     ]
@@ -65,18 +74,25 @@ def receipt() -> Page:
     return max(pages(), key=lambda page: len(page.texts))
 
 
-def assert_read(page: Page, lines: Sequence[str]) -> None:
-    """Enough of the labelled texts of two or more characters are among `lines`, as the data's README counts them.
+def found(page: Page, lines: Sequence[str]) -> dict[str, bool]:
+    """Each labelled text of two or more characters, and whether it is among `lines`, as the data's README counts.
 
     A text is found whole inside a line, or as a line that differs in at most a fifth of its characters.
     """
     source = source_of(page.path.name)
     read = [normalise(line, source) for line in lines]
     wanted = [text for text in (normalise(text, source) for text in page.texts) if len(text) > 1]
-    found = [
-        text for text in wanted if any(text in line or edit_distance(text, line) <= 0.2 * len(text) for line in read)
-    ]
-    assert len(found) / len(wanted) >= FLOORS[source], f"missing {sorted(set(wanted) - set(found))} in {lines}"
+    return {
+        f"{i} {text}": any(text in line or edit_distance(text, line) <= 0.2 * len(text) for line in read)
+        for i, text in enumerate(wanted)
+    }
+
+
+def assert_read(page: Page, lines: Sequence[str]) -> None:
+    """Enough of the labelled texts are among `lines`."""
+    wanted = found(page, lines)
+    missing = [text for text, is_there in wanted.items() if not is_there]
+    assert 1 - len(missing) / len(wanted) >= FLOORS[source_of(page.path.name)], f"missing {missing} in {lines}"
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -107,6 +123,68 @@ def test_the_text_of_a_page_is_read(reader: Daemon, page: Page) -> None:
         assert (np.array(line["box"]) >= 0).all()
         assert (np.array(line["box"]) <= (page.width, page.height)).all()
     assert_read(page, texts(answer))
+
+
+@needs_developer_set
+def test_nine_of_ten_labelled_lines_of_receipts_are_found(reader: Daemon) -> None:
+    receipts = [page for page in pages(DEVELOPER_SET / "pages") if source_of(page.path.name) == "sroie"]
+    assert len(receipts) == 8
+    answers = [reader.http.post(PREDICT, content=page.content).json() for page in receipts]
+    counted = [
+        is_there
+        for page, answer in zip(receipts, answers, strict=True)
+        for is_there in found(page, texts(answer)).values()
+    ]
+    assert sum(counted) / len(counted) >= 0.9
+
+
+def test_boxes_lie_on_their_text_and_lines_come_in_reading_order(reader: Daemon) -> None:
+    page = receipt()
+    lines = reader.http.post(PREDICT, content=page.content).json()["lines"]
+    at = []
+    for text, label in zip(page.texts, page.boxes, strict=True):
+        for i, line in enumerate(lines):
+            if len(text) > 5 and normalise(text, "sroie") == normalise(line["text"], "sroie"):
+                have = np.array(line["box"])
+                want = np.array(label).reshape(4, 2)
+                assert abs(have.mean(axis=0) - want.mean(axis=0)).max() < 15, text
+                at.append((want[0, 1], i))
+    assert len(at) > 8
+    assert [i for _, i in sorted(at)] == sorted(i for _, i in at)
+
+
+def test_the_served_recogniser_reads_within_a_point_of_the_original(reader: Daemon, reading_bundle: Path) -> None:
+    provision = Path(sys.executable).with_name("provision")
+    verified = subprocess.run([provision, "verify", reading_bundle, "--json"], capture_output=True, check=True)
+    original = json.loads(verified.stdout)["original"]
+    lines = data.load(PAGES.parent, "gate").lines
+    labels = BundleFolder(reading_bundle).read_labels()
+    pairs = []
+    with triton.InferenceServerClient(reader.url.removeprefix("http://"), network_timeout=120) as client:
+        for line in lines:
+            x = lines_task.prepare(line.picture)
+            tensor = triton.InferInput("x", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x)
+            answer = client.infer("ppocr-v4.rec", [tensor])
+            read, _ = lines_task.decode(answer.as_numpy("index")[0], answer.as_numpy("probability")[0], labels)
+            source = source_of(line.file)
+            pairs.append((normalise(line.text, source), normalise(read, source)))
+    exact, _ = exact_and_cer(pairs)
+    assert original["lines"] == len(lines) == 128
+    assert exact >= original["exact"] - 0.01
+
+
+def test_requests_that_the_bundle_cannot_answer_say_why(reader: Daemon) -> None:
+    page = receipt()
+    assert "raw tensors" in assert_refused(
+        reader.http.post("/v1/models/ppocr-v4.rec/predict", content=page.content), 400
+    )
+    image = {"name": "image", "datatype": "BYTES", "shape": [17], "data": ["x"] * 17}
+    many = reader.http.post("/v2/models/ppocr-v4/infer", json={"inputs": [image]})
+    assert "16 or fewer" in assert_refused(many, 413)
+    one = image | {"shape": [1], "data": ["x"]}
+    other = reader.http.post("/v2/models/ppocr-v4/infer", json={"inputs": [one], "outputs": [{"name": "boxes"}]})
+    assert "there is no output 'boxes'" in assert_refused(other, 400)
 
 
 def test_the_same_picture_gets_the_same_answer_every_time(reader: Daemon) -> None:

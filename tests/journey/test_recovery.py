@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
+import socket
 import statistics
 import threading
 import time
@@ -17,6 +20,8 @@ import pytest
 from support import tiny
 from support.daemon import Daemon, Floats, StartDaemon, assert_refused, binary_floats, binary_request
 from support.processes import eventually, marked
+
+from models.spec import pack_bytes
 
 pytestmark = pytest.mark.journey
 
@@ -98,6 +103,45 @@ def test_a_worker_that_hangs_is_killed_and_replaced(start_null: StartDaemon) -> 
     assert np.array_equal(binary_floats(daemon.infer("null", frame(2))), frame(2))
     daemon.stop()
     assert [line["reason"] for line in daemon.log("worker_exited")] == ["it hung and was killed"]
+
+
+def test_a_request_of_many_steps_is_not_taken_for_hung(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    bundle = tiny.blank_bundle(tmp_path / "blank")
+    daemon = start_daemon("--bundle", str(bundle), APPLIANCE_LIMITS__HANG_S="1").wait_serving().wait_ready()
+    blank = tiny.plain_picture(1500, 1500)
+    spent_s, pictures = 0.0, 4
+    while spent_s < 1.5 and pictures < 16:  # a slow machine needs fewer of them to take longer than a hang
+        pictures *= 2
+        images = pack_bytes([blank] * pictures)
+        tensor = {"name": "image", "datatype": "BYTES", "shape": [pictures]}
+        document = {"inputs": [{**tensor, "parameters": {"binary_data_size": len(images)}}]}
+        head = json.dumps(document).encode()
+        headers = {"inference-header-content-length": str(len(head))}
+        started = time.monotonic()
+        answer = daemon.http.post("/v2/models/blank/infer", content=head + images, headers=headers)
+        spent_s = time.monotonic() - started
+        assert answer.status_code == 200, answer.text
+    assert spent_s > 1
+    assert daemon.worker()["restarts"] == 0
+    daemon.stop()
+
+
+def test_work_that_waits_for_clients_who_have_left_is_not_done(start_null: StartDaemon) -> None:
+    daemon = start_null()
+    pid = kill_worker(daemon, signal.SIGSTOP)
+    body, headers = binary_request({"x": frame(1)})
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    head = f"POST /v2/models/null/infer HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+    url = httpx.URL(daemon.url)
+    with contextlib.ExitStack() as clients:
+        for _ in range(10):
+            sock = clients.enter_context(socket.create_connection((url.host, url.port or 0)))
+            sock.sendall(head.encode() + body)
+        eventually(lambda: daemon.running_and_waiting("null") == (4, 6), "four are sent and six wait")
+    eventually(lambda: daemon.running_and_waiting("null") == (4, 0), "nobody waits any more")
+    os.kill(pid, signal.SIGCONT)
+    assert np.array_equal(binary_floats(daemon.infer("null", frame(2))), frame(2))
+    daemon.stop()
 
 
 def test_slow_requests_that_wait_their_turn_are_not_taken_for_hung(start_null: StartDaemon) -> None:

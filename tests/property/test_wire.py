@@ -24,13 +24,13 @@ HEAD = st.builds(wire.TensorHead, TEXT, TEXT, SHAPE)
 HEADS = st.lists(HEAD, max_size=4).map(tuple)
 LATENCY = st.dictionaries(TEXT, st.dictionaries(TEXT, FINITE, max_size=2), max_size=2)
 SPECS = st.lists(st.builds(TensorSpec, TEXT, TEXT, SHAPE, TEXT), max_size=2).map(tuple)
-INFO = st.builds(wire.GraphInfo, st.builds(ModelSpec, SPECS, SPECS), TEXT, TEXT)
+INFO = st.builds(wire.GraphInfo, st.builds(ModelSpec, SPECS, SPECS), TEXT)
 MESSAGE = st.one_of(
-    st.builds(wire.Open, TEXT, TEXT, TEXT, TEXT, TEXT, WHOLE, LATENCY, WHOLE),
+    st.builds(wire.Open, TEXT, TEXT, TEXT, TEXT, TEXT, WHOLE, LATENCY, WHOLE, TEXT),
     st.builds(wire.Run, WHOLE, TEXT, HEADS, st.none() | st.lists(TEXT, max_size=3).map(tuple)),
     st.builds(wire.Free, st.lists(st.tuples(WHOLE, WHOLE, WHOLE), max_size=3).map(tuple)),
     st.just(wire.Stop()),
-    st.builds(wire.Ready, st.dictionaries(TEXT, INFO, max_size=2), TEXT, TEXT, TEXT, TEXT, FINITE, LATENCY, TEXT),
+    st.builds(wire.Ready, st.dictionaries(TEXT, INFO, max_size=2), TEXT, FINITE, LATENCY, TEXT),
     st.builds(wire.Failed, TEXT, TEXT),
     st.builds(wire.Done, WHOLE, HEADS, st.dictionaries(TEXT, FINITE, max_size=3)),
     st.builds(wire.Error, WHOLE, TEXT, TEXT),

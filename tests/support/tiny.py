@@ -69,14 +69,36 @@ def text_model(path: Path) -> Path:
     )
 
 
-def elevens_model(path: Path) -> Path:
-    """`y` [N / 11, 11] is `x` [N]: no size that a daemon would guess goes through."""
+def elevens_model(path: Path, dimensions: int = 1) -> Path:
+    """`y` [M, 11] is `x`, all of whose dimensions vary: no size that a daemon would guess goes through."""
     return _save(
         path,
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
-        [_value("x", TensorProto.FLOAT, ["N"])],
+        [_value("x", TensorProto.FLOAT, [f"N{i}" for i in range(dimensions)])],
         [_value("y", TensorProto.FLOAT, ["M", 11])],
         [numpy_helper.from_array(np.array([-1, 11], np.int64), "shape")],
+    )
+
+
+def wide_model(path: Path, width: int) -> Path:
+    """`y` [1, `width`] is `x` [1, 1], over and over."""
+    return _save(
+        path,
+        [helper.make_node("Expand", ["x", "shape"], ["y"])],
+        [_value("x", TensorProto.FLOAT, [1, 1])],
+        [_value("y", TensorProto.FLOAT, [1, width])],
+        [numpy_helper.from_array(np.array([1, width], np.int64), "shape")],
+    )
+
+
+def crowded_model(path: Path, outputs: int) -> Path:
+    """`x` [1] under very many names."""
+    names = [f"an_output_with_a_long_name_{i}" for i in range(outputs)]
+    return _save(
+        path,
+        [helper.make_node("Identity", ["x"], [name]) for name in names],
+        [_value("x", TensorProto.FLOAT, [1])],
+        [_value(name, TensorProto.FLOAT, [1]) for name in names],
     )
 
 
@@ -143,6 +165,12 @@ def picture(width: int, height: int) -> bytes:
     """A PNG of noise."""
     pixels = np.random.default_rng(width).integers(0, 255, (height, width, 3), np.uint8)
     _done, content = cv2.imencode(".png", pixels)
+    return content.tobytes()
+
+
+def plain_picture(width: int, height: int) -> bytes:
+    """A PNG of one colour: few bytes, many pixels."""
+    _done, content = cv2.imencode(".png", np.zeros((height, width, 3), np.uint8))
     return content.tobytes()
 
 

@@ -20,9 +20,11 @@ pytestmark = pytest.mark.unit
 ARRAYS = {"b/y": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array([1, 2], np.int64)}
 
 
-def packed(graph: bytes = b"graph", golden: bytes | None = None) -> tuple[Manifest, dict[str, bytes]]:
+def packed(
+    graph: bytes = b"graph", golden: bytes | None = None, labels: bytes = "a\n ß\nc".encode()
+) -> tuple[Manifest, dict[str, bytes]]:
     """A manifest, and the content of its blobs by sha256."""
-    contents = (graph, pack_arrays(ARRAYS) if golden is None else golden, b"outputs", "a\n ß\nc".encode())
+    contents = (graph, pack_arrays(ARRAYS) if golden is None else golden, b"outputs", labels)
     blobs = [Blob.of(content) for content in contents]
     manifest = Manifest(
         name="reader",
@@ -54,6 +56,12 @@ def test_a_written_bundle_reads_back_with_its_identity_blobs_labels_and_arrays(t
     for name, array in ARRAYS.items():
         assert arrays[name].dtype == array.dtype
         assert (arrays[name] == array).all()
+
+
+def test_labels_that_are_no_text_are_the_bundles_fault(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(labels=b"\xff"), {})
+    with pytest.raises(BundleError, match="are not UTF-8 text: build the bundle again"):
+        BundleFolder(tmp_path).read_labels()
 
 
 def test_a_bundle_without_labels_has_none(tmp_path: Path) -> None:

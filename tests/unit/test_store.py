@@ -16,6 +16,18 @@ pytestmark = pytest.mark.unit
 
 DIGEST = "0" * 64
 MACHINE = {"cpu": "a", "onnxruntime": "1.23"}
+BROKEN = [
+    b'{"machine": {"cpu": "a", "onnxruntime": "1.23"}%s}' % latency_ms
+    for latency_ms in (
+        b"",
+        b', "latency_ms": []',
+        b', "latency_ms": {"rec": 5}',
+        b', "latency_ms": {"rec": {"fp32": "fast"}}',
+        b', "latency_ms": {"rec": {"fp32": 1e999}}',
+        b', "latency_ms": ' + b"[" * 100_000,
+    )
+]
+"""Documents of MACHINE that say nothing usable."""
 LATENCY_MS = {"rec": {"fp32": 5.5, "int8": 3.25}}
 
 
@@ -59,6 +71,19 @@ def test_a_name_written_by_hand_is_taken_without_its_line_end(store: Store) -> N
     assert store.device_id() == "press-7"
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", b"\xff\xfe", b"press/7", b"press 7", b"#", b"a\nb", b"x" * 65])
+def test_a_name_that_could_not_stand_in_a_topic_is_refused_with_its_file(store: Store, content: bytes) -> None:
+    (store.path / "device_id").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"state/device_id holds no name that a device may have"):
+        store.device_id()
+
+
+def test_a_name_that_cannot_be_kept_is_refused(store: Store) -> None:
+    (store.path / "device_id").mkdir()
+    with pytest.raises(ConfigError, match=r"cannot be kept in .*state/device_id \(Is a directory\)"):
+        store.device_id()
+
+
 def test_latencies_are_remembered_after_a_restart_on_the_same_machine_for_the_same_bundle(tmp_path: Path) -> None:
     with closing(Store(tmp_path)) as store:
         assert store.latency_ms(DIGEST, MACHINE) == {}
@@ -74,7 +99,7 @@ def test_latencies_of_another_machine_are_not_believed(store: Store, machine: di
     assert store.latency_ms(DIGEST, machine) == {}
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"machine": {"cpu": "a", "onnxruntime": "1.23"}}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", *BROKEN], ids=lambda content: repr(content[:90]))
 def test_latencies_that_cannot_be_read_are_measured_again(store: Store, content: bytes) -> None:
     store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
     (kept,) = store.path.glob("engines/*/cpu/measurements.json")
