@@ -5,7 +5,6 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
-DATA ?= ../shared/data/ocr
 
 .DELETE_ON_ERROR:
 .PHONY: demo test test-long lint format bench constraints clean

@@ -53,11 +53,15 @@ class Arena:
 
     @classmethod
     def create(cls, capacity_bytes: int) -> Arena:
-        """Make a new arena; the result owns `fd` until `close`."""
+        """Make a new arena; the result owns `fd` until `close`. Raises OSError when the machine has no room for it."""
         fd = os.memfd_create("appliance-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, capacity_bytes)
-        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
-        return cls(fd)
+        try:
+            os.ftruncate(fd, capacity_bytes)
+            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+            return cls(fd)
+        except OSError:
+            os.close(fd)
+            raise
 
     @property
     def used_bytes(self) -> int:

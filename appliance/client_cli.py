@@ -46,7 +46,7 @@ def infer(
     deadline_ms: Annotated[float | None, typer.Option(help="give up after this long")] = None,
 ) -> None:
     """Send a picture and print what the model answers."""
-    parameters = {"deadline_ms": deadline_ms} if deadline_ms else {}
+    parameters = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
     answer = _ask("POST", url, f"/v1/models/{model}/predict", content=file.read_bytes(), params=parameters)
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -99,7 +99,8 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
 def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
     """Ask the daemon; on failure print one sentence and exit with 1."""
     try:
-        response = httpx.request(method, f"{url}{path}", timeout=60.0, **request)
+        # A proxy that the environment names knows nothing of this machine's loopback.
+        response = httpx.request(method, f"{url}{path}", timeout=60.0, trust_env=False, **request)
     except httpx.InvalidURL as error:
         _fail(f"{url} is no address: {error}")
     except httpx.HTTPError as error:
@@ -110,7 +111,10 @@ def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN4
         except (ValueError, KeyError, TypeError):
             reason = response.text[:200]
         _fail(f"{reason} (HTTP {response.status_code})")
-    return response.json()
+    try:
+        return response.json()
+    except ValueError:
+        _fail(f"what answers at {url} is not the daemon: give its address with --url")
 
 
 def _console(*, stderr: bool = False) -> Console:

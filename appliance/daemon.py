@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
@@ -26,7 +27,7 @@ from appliance.adapters import host, http, metrics
 from appliance.adapters.http1 import Http1
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import notify
-from appliance.adapters.store import Store
+from appliance.adapters.store import Store, latencies
 from appliance.service import Bundle, Service
 from appliance.supervisor import Limits
 from models.bundle import check_name
@@ -34,6 +35,9 @@ from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
 
 log = structlog.get_logger()
+
+_LEAST_GRACE_S = 1.0
+"""What a worker always gets to end by itself."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,8 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         _refuse_foreign_packages()
         config = settings.load(profile=options.profile, config=options.config, flags=_flags(options))
-        uvloop.install()
-        return asyncio.run(_run(config))
+        return uvloop.run(_run(config))
     except ApplianceError as error:
         print(f"appliance run: {error}", file=sys.stderr)
         return 1
@@ -100,7 +103,8 @@ async def _run(config: settings.Settings) -> int:
         notify("STOPPING=1")
         if mqtt:
             await mqtt.stop()
-        await service.stop(config.shutdown_grace_s)
+        # What answering took is no longer there for the workers: the whole stop is to fit into the grace period.
+        await service.stop(max(server.stop_at + config.shutdown_grace_s - time.monotonic(), _LEAST_GRACE_S))
         log.info("stopped")
     return 0
 
@@ -108,13 +112,31 @@ async def _run(config: settings.Settings) -> int:
 class _Server(uvicorn.Server):
     """uvicorn, with our signals: its own handling ends the process by the signal instead of with status 0."""
 
+    stop_at = float("inf")
+    """When it was told to stop first, in monotonic seconds."""
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     def stop(self) -> None:
         """Take no new connections, answer what runs, then return from `serve`."""
+        self.stop_at = min(self.stop_at, time.monotonic())
         self.should_exit = True
+
+
+class _StandardError:
+    """Where the log goes. What cannot be written is lost: a full disk or a reader that left must stop no daemon."""
+
+    def write(self, text: str) -> None:
+        """Write at once, because what waits in a buffer would fail again at the very end."""
+        data = text.encode(errors="backslashreplace")
+        with contextlib.suppress(OSError):
+            while data:
+                data = data[os.write(sys.stderr.fileno(), data) :]
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
 
 def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
@@ -145,22 +167,26 @@ def _open_bundle(
 ) -> Bundle:
     folder = BundleFolder(path)
     manifest = folder.manifest
-    shipped = folder.measurements("cpu")
-    known = shipped.get("latency_ms", {}) if shipped.get("machine") == machine else {}
+    digest = manifest.digest
 
     def keep(ready: wire.Ready) -> None:
         if ready.latency_ms:
-            asyncio.get_running_loop().run_in_executor(
-                None, store.keep_latency_ms, manifest.digest, machine, ready.latency_ms
-            )
+            asyncio.get_running_loop().run_in_executor(None, write, ready)
+
+    def write(ready: wire.Ready) -> None:
+        try:
+            store.keep_latency_ms(digest, machine, ready.latency_ms)
+        except OSError as error:  # a full disk costs a measurement at the next start, no more
+            log.warning("latency_not_kept", model=manifest.name, reason=str(error))
 
     order = wire.Open(
         name=manifest.name,
         runtime=config.runtime,
         bundle=str(path.resolve()),
+        digest=digest,
         precision=config.precision,
         concurrency=limits.concurrency,
-        latency_ms=store.latency_ms(manifest.digest, machine) or known,
+        latency_ms=store.latency_ms(digest, machine) or latencies(folder.measurements("cpu"), machine),
         max_pixels=config.limits.picture_pixels,
     )
     return Bundle(order, limits, manifest=manifest, on_ready=keep)
@@ -205,6 +231,7 @@ def _refuse_foreign_packages() -> None:
 
 
 def _configure_log(terminal: bool) -> None:
+    stream: Any = _StandardError()
     renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
     stamps: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -214,10 +241,10 @@ def _configure_log(terminal: bool) -> None:
     ]
     structlog.configure(
         processors=[*stamps, renderer],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(stream),
     )
     # Libraries (the server, the event loop) log through the standard library: the same kind of lines.
-    libraries = logging.StreamHandler(sys.stderr)
+    libraries = logging.StreamHandler(stream)
     libraries.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *stamps],

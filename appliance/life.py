@@ -7,6 +7,7 @@ after its exit was reaped, so a dying worker can never write into memory that se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -47,28 +48,42 @@ class Held:
 
     ticket: Ticket[Work]
     began_at: float = float("inf")
+    alive_at: float = 0.0
+    """When the worker last said that it goes on."""
+
+    @property
+    def silent_since(self) -> float:
+        """Since when nothing was heard of it; infinite before it began."""
+        return max(self.began_at, self.alive_at)
 
 
 class Life:
     """One worker process, its memory, its socket, and the requests it holds."""
 
     def __init__(self, arena_bytes: int) -> None:
-        """Start the process with two arenas of that size."""
-        self.requests = Arena.create(arena_bytes)
-        self.answers = Arena.create(arena_bytes)
-        self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
-                # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                [sys.executable, "-I", "-m", "appliance.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        assert self.process.stdout  # noqa: S101 - a pipe was asked for
-        self.output = self.process.stdout
-        self.pidfd = os.pidfd_open(self.process.pid)
+        """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done."""
+        with contextlib.ExitStack() as undo:
+            self.requests = Arena.create(arena_bytes)
+            undo.callback(self.requests.close)
+            self.answers = Arena.create(arena_bytes)
+            undo.callback(self.answers.close)
+            self.sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            undo.enter_context(self.sock)
+            with theirs:
+                self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
+                    # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
+                    [sys.executable, "-I", "-m", "appliance.worker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                )
+            undo.callback(self.process.wait)
+            undo.callback(self.process.kill)
+            assert self.process.stdout  # noqa: S101 - a pipe was asked for
+            self.output = undo.enter_context(self.process.stdout)
+            self.pidfd = os.pidfd_open(self.process.pid)
+            undo.pop_all()
         self.sock.setblocking(False)
         os.set_blocking(self.output.fileno(), False)
         self.backlog: deque[bytes] = deque()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,8 @@ from models.tasks.picture import decode_picture
 T = TypeVar("T")
 
 _TRIED_SIZES = (1, 32, 224, 320, 8, 640)
+_MOST_TRIED_ELEMENTS = 2**24
+"""A guess that needs more than this is no request that anybody sends, and could take all memory there is."""
 
 
 class Model:
@@ -39,13 +42,13 @@ class Model:
         self.runtime = choose(order.runtime)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
-            self.version, self.digest = folder.manifest.version, folder.manifest.digest
-            self.task_kind = folder.manifest.task.kind
+            if folder.manifest.digest != order.digest:
+                msg = f"{folder.path} holds another bundle than when the daemon started: restart it to serve that one"
+                raise BundleError(msg)
             self._task = tasks.make(folder.manifest.task, folder.read_labels())
             for name, graph in folder.manifest.graphs.items():
                 self._open_best(folder, name, graph, order)
         else:
-            self.version, self.digest, self.task_kind = "1", "", "tensors"
             self._task = tasks.make(TaskSpec("tensors"), [])
             self._open_bare(Path(order.onnx))
         self.load_s = time.perf_counter() - started
@@ -54,12 +57,8 @@ class Model:
         """What the daemon needs to know of it."""
         return wire.Ready(
             graphs={
-                name: wire.GraphInfo(session.spec, self.precisions[name], self.runtime.name)
-                for name, session in self._sessions.items()
+                name: wire.GraphInfo(session.spec, self.precisions[name]) for name, session in self._sessions.items()
             },
-            task=self.task_kind,
-            version=self.version,
-            digest=self.digest,
             runtime=self.runtime.name,
             load_s=self.load_s,
             latency_ms=self.latency_ms,
@@ -75,13 +74,14 @@ class Model:
         answers, inference_ms = _timed(lambda: session.run(arrays, outputs))
         return [Tensor.from_array(name, array) for name, array in answers.items()], {"inference": inference_ms}
 
-    def predict(self, pictures: Tensor) -> tuple[list[Tensor], dict[str, float]]:
-        """Answer for each encoded picture of a BYTES tensor, as JSON."""
+    def predict(self, pictures: Tensor, goes_on: Callable[[], None]) -> tuple[list[Tensor], dict[str, float]]:
+        """Answer for each encoded picture of a BYTES tensor, as JSON; `goes_on` is called after each computed graph."""
         timing_ms = {"decode": 0.0, "inference": 0.0, "processing": 0.0}
 
         def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
             answers, inference_ms = _timed(lambda: self._session(graph).run(inputs))
             timing_ms["inference"] += inference_ms
+            goes_on()
             return answers
 
         def answer(content: bytes) -> bytes:
@@ -121,16 +121,18 @@ class Model:
             self.latency_ms[name] = measured
 
     def _open_bare(self, path: Path) -> None:
-        """Open one ONNX file as the graph "" and try to run it once on zeros."""
+        """Open one ONNX file as the only graph and try to run it once on zeros."""
         try:
             content = path.read_bytes()
         except OSError as error:
-            msg = f"{path} cannot be read: {error.strerror}"
+            msg = f"{path} cannot be read ({error.strerror}): bring it back, or give another with --onnx NAME=FILE"
             raise BundleError(msg) from error
         session = self.runtime.open(content, threads=1)
-        self._sessions["model"], self.precisions["model"] = session, "as given"
+        self._sessions[wire.BARE_GRAPH], self.precisions[wire.BARE_GRAPH] = session, "as given"
         for size in _TRIED_SIZES:
             shapes = {spec.name: [size if n == -1 else n for n in spec.shape] for spec in session.spec.inputs}
+            if size > 1 and sum(map(math.prod, shapes.values())) > _MOST_TRIED_ELEMENTS:
+                continue
             zeros = {spec.name: _zeros(spec, shapes[spec.name]) for spec in session.spec.inputs}
             try:
                 session.run(zeros)
@@ -161,11 +163,12 @@ def prove(session: Session, folder: BundleFolder, golden: Golden, *, repeat: boo
     """
     inputs = folder.read_arrays(golden.inputs)
     wanted = folder.read_arrays(golden.outputs)
-    answers, _cold_ms = _timed(lambda: session.run(inputs))
+    answers, cold_ms = _timed(lambda: session.run(inputs))
     for name, want in wanted.items():
-        have = answers[name]
-        if have.shape != want.shape:
-            msg = f"golden answer {name!r} has shape {list(have.shape)} instead of {list(want.shape)}: rebuild it"
+        have = answers.get(name)
+        if have is None or have.shape != want.shape:
+            shape = "nothing" if have is None else f"shape {list(have.shape)}"
+            msg = f"golden answer {name!r} has shape {list(want.shape)}, the graph gave {shape}: build the bundle again"
             raise BundleError(msg)
         if np.issubdtype(want.dtype, np.integer):
             share = float(np.mean(have != want))
@@ -177,7 +180,7 @@ def prove(session: Session, folder: BundleFolder, golden: Golden, *, repeat: boo
             if not off <= golden.tolerance:  # NaN must fail too
                 msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
                 raise BundleError(msg)
-    return statistics.median(_timed(lambda: session.run(inputs))[1] for _ in range(5)) if repeat else _cold_ms
+    return statistics.median(_timed(lambda: session.run(inputs))[1] for _ in range(5)) if repeat else cold_ms
 
 
 def _zeros(spec: TensorSpec, shape: Sequence[int]) -> Array:

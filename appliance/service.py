@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -90,10 +91,11 @@ class Bundle:
     ) -> None:
         """Serve `order`; `manifest` is None for a bare ONNX file."""
         self.name, self.manifest = order.name, manifest
+        self.digest = order.digest or None
         self.supervisor = Supervisor(order, limits, on_ready=on_ready)
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
-        self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: "model"}
+        self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: wire.BARE_GRAPH}
         self._specs = {self.name: PICTURES, **{f"{self.name}.{name}": graph.spec for name, graph in graphs.items()}}
 
     @property
@@ -126,7 +128,7 @@ class Bundle:
         if self.manifest:
             return self._specs[name]
         ready = self.supervisor.ready
-        return ready.graphs["model"].spec if ready else ModelSpec((), ())
+        return ready.graphs[wire.BARE_GRAPH].spec if ready else ModelSpec((), ())
 
     def takes_pictures(self, name: str) -> bool:
         """Whether `name` is the bundle as a whole rather than a graph with raw tensors."""
@@ -185,8 +187,7 @@ class Service:
 
     async def stop(self, grace_s: float) -> None:
         """Answer what runs, refuse the rest, end the workers."""
-        for bundle in self._bundles:
-            await bundle.supervisor.stop(grace_s)
+        await asyncio.gather(*(bundle.supervisor.stop(grace_s) for bundle in self._bundles))
 
     @property
     def ready(self) -> bool:
@@ -286,7 +287,7 @@ def _model_status(bundle: Bundle) -> dict[str, Any]:
     return {
         "name": bundle.name,
         "version": bundle.version,
-        "digest": bundle.manifest.digest if bundle.manifest else None,
+        "digest": bundle.digest,
         "trust": bundle.trust,
         "ready": not bundle.unready,
         "reason": bundle.unready or None,

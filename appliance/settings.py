@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -22,6 +22,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from appliance.runtime import RuntimeName
 from models.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
@@ -29,6 +30,13 @@ PROFILES = Path(__file__).parent / "profiles"
 CLIENT_VARIABLES = frozenset({f"{ENV_PREFIX}URL"})
 """Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
+
+
+def default_state_dir() -> Path:
+    """/var/lib/appliance for root, the user's state folder otherwise."""
+    if os.geteuid() == 0:
+        return Path("/var/lib/appliance")
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "appliance"
 
 
 class _Part(BaseModel):
@@ -40,7 +48,7 @@ class Http(_Part):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; only loopback is allowed so far")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port and prints it")
-    body_limit_bytes: int = Field(default=16 * 1024 * 1024, gt=0, description="larger bodies are refused")
+    body_limit_bytes: int = Field(default=16 * 1024 * 1024, gt=0, le=1024**3, description="larger bodies are refused")
 
 
 class Mqtt(_Part):
@@ -59,7 +67,7 @@ class Limits(_Part):
 
     queue: int = Field(default=64, gt=0, description="requests that may wait for one model")
     concurrency: int = Field(default=2, gt=0, le=64, description="runs at the same time in one worker")
-    hang_s: float = Field(default=20.0, gt=0, description="a run that takes longer is taken for hung")
+    hang_s: float = Field(default=20.0, gt=0, description="a run without progress for longer is taken for hung")
     picture_pixels: int = Field(default=64_000_000, gt=0, description="larger pictures are refused before decoding")
 
 
@@ -78,15 +86,19 @@ class Settings(BaseSettings):
 
     bundles: tuple[Path, ...] = Field(default=(), description="bundle folders to serve")
     onnx: Mapping[str, Path] = Field(default={}, description="bare ONNX files to serve by name, unverified")
-    precision: str = Field(default="auto", description="auto: the fastest that passed; fp32 or int8 force it")
-    runtime: str = Field(default="onnxruntime-cpu", description="what runs the graphs")
-    state_dir: Path = Field(default=Path("/var/lib/appliance"), description="everything the daemon keeps")
+    precision: Literal["auto", "fp32", "int8"] = Field(
+        default="auto", description="auto: the fastest that passed; fp32 or int8 force it"
+    )
+    runtime: RuntimeName = Field(default="onnxruntime-cpu", description="what runs the graphs")
+    state_dir: Path = Field(default_factory=default_state_dir, description="everything the daemon keeps")
     device_id: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9._-]{0,64}$",  # it stands in MQTT topics
         description="name in the fleet; made and kept in state_dir when empty",
     )
-    shutdown_grace_s: float = Field(default=20.0, gt=0, description="running work may take this long at the end")
+    shutdown_grace_s: float = Field(
+        default=20.0, gt=0, le=3600, description="running work may take this long at the end"
+    )
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
@@ -118,7 +130,7 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
     if config is None and SYSTEM_CONFIG.is_file():
         config = SYSTEM_CONFIG
     _refuse_unknown_variables()
-    merged: dict[str, Any] = {"state_dir": default_state_dir()}
+    merged: dict[str, Any] = {}
     for file in (PROFILES / f"{profile}.toml", config):
         if file is not None:
             merged = _merge(merged, _read(str(file), partial(TomlConfigSettingsSource, Settings, file)))
@@ -136,17 +148,10 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
     return settings
 
 
-def default_state_dir() -> Path:
-    """/var/lib/appliance for root, the user's state folder otherwise."""
-    if os.geteuid() == 0:
-        return Path("/var/lib/appliance")
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "appliance"
-
-
 def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:
     try:
         return source()()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         msg = f"{what} cannot be read: {error}"
         raise ConfigError(msg) from error
 

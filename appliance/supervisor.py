@@ -7,11 +7,12 @@ Runs on the event loop and never blocks it. What to do when is decided in `core.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -20,7 +21,15 @@ from appliance.arena import ArenaFullError, Slot
 from appliance.core.health import Event, State, WorkerHealth
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
 from appliance.life import Answer, Held, Life, Work
-from models.errors import DeadlineExceeded, NotReady, Overloaded, TooLarge, WorkerLost, error_from_name
+from models.errors import (
+    CallerError,
+    DeadlineExceeded,
+    NotReady,
+    Overloaded,
+    TooLarge,
+    WorkerLost,
+    error_from_name,
+)
 from models.spec import Tensor
 
 log = structlog.get_logger()
@@ -38,7 +47,7 @@ class Limits:
     concurrency: int = 2
     """Runs at the same time in the worker."""
     hang_s: float = 20.0
-    """A run that takes longer is taken for hung, and its worker is killed."""
+    """A run that makes no progress for longer is taken for hung, and its worker is killed."""
     body_bytes: int = 16 * 1024 * 1024
 
 
@@ -138,14 +147,24 @@ class Supervisor:
         return NotReady(f"model {self.name!r} restarts after a fault ({self.health.reason}): retry shortly")
 
     def _spawn(self) -> None:
-        life = Life((self._in_flight + 1) * (self._limits.body_bytes + wire.INLINE_BYTES))
+        # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
+        most = self._in_flight + self._limits.concurrency
+        try:
+            life = Life(most * (self._limits.body_bytes + wire.INLINE_BYTES))
+        except OSError as error:  # no memory, process or descriptor left: that may pass
+            reason = f"no worker can be started: {error.strerror}"
+            self._moved(Event.EXITED, reason)
+            log.warning("worker_not_started", model=self.name, reason=reason)
+            self._rearm()
+            return
         self._life = life
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.sock, self._readable, life)
         self._loop.add_reader(life.output, self._log_output, life)
         data, _slots = wire.encode(self._order)
-        wire.send_with_fds(life.sock, data, [life.requests.fd, life.answers.fd])
+        with contextlib.suppress(OSError):  # it died at once, as `_reap` is told
+            wire.send_with_fds(life.sock, data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
     def _readable(self, life: Life) -> None:
@@ -161,7 +180,14 @@ class Supervisor:
                     life.process.kill()  # usually it is dying already; what hung up must not linger
                 self._disconnect(life)
                 return
-            self._receive(life, data)
+            try:
+                self._receive(life, data)
+            except Exception:  # what a broken worker says may be anything: it can take nobody but itself
+                log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
+                life.reason = "it sent what cannot be understood"
+                life.process.kill()
+                self._disconnect(life)
+                return
 
     def _log_output(self, life: Life) -> None:
         """Make log lines of what libraries in the worker print, so that the log stays one of JSON lines."""
@@ -183,13 +209,17 @@ class Supervisor:
                 held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
             self._pump()
         elif isinstance(message, wire.Error):
-            _refuse(life.held.pop(message.id).ticket, error_from_name(message.error, message.message))
+            self._run_failed(life, message)
             self._pump()
+        elif isinstance(message, wire.Progress):
+            life.held[message.id].alive_at = time.monotonic()
         elif isinstance(message, wire.Free):
             for slot in message.slots:
                 life.requests.free(Slot(*slot))
         elif isinstance(message, wire.Ready):
             self.ready = message
+            # The next worker need not measure again what this one has.
+            self._order = replace(self._order, latency_ms={**self._order.latency_ms, **message.latency_ms})
             self._moved(Event.BECAME_READY)
             log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
             self._on_ready(message)
@@ -197,6 +227,12 @@ class Supervisor:
         elif isinstance(message, wire.Failed):
             life.reason = message.message
             log.error("model_failed", model=self.name, reason=message.message)
+
+    def _run_failed(self, life: Life, message: wire.Error) -> None:
+        error = error_from_name(message.error, message.message)
+        if not isinstance(error, CallerError):
+            log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
+        _refuse(life.held.pop(message.id).ticket, error)
 
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
@@ -294,7 +330,7 @@ class Supervisor:
             if self.health.state is State.LOADING:
                 moments.append(self.health.since + LOAD_LIMIT_S)
             for held in self._life.held.values():
-                moments.append(held.began_at + self._limits.hang_s)
+                moments.append(held.silent_since + self._limits.hang_s)
                 if not held.ticket.item.answer.done():
                     moments.append(held.ticket.deadline_at)
         if moments and min(moments) != float("inf"):
@@ -321,7 +357,7 @@ class Supervisor:
     def _hung(self, life: Life, now: float) -> bool:
         if self.health.state is State.LOADING:
             return now >= self.health.since + LOAD_LIMIT_S
-        return any(now >= held.began_at + self._limits.hang_s for held in life.held.values())
+        return any(now >= held.silent_since + self._limits.hang_s for held in life.held.values())
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

@@ -5,7 +5,7 @@ the message, larger ones in the sender's arena, named by a slot that the receive
 `Free`. A SEQPACKET socket keeps message boundaries, so there is no framing and no partial read.
 
     daemon -> worker    Open (first, with the two arenas), Run, Free, Stop
-    worker -> daemon    Ready or Failed (once), Done or Error (once a Run), Free
+    worker -> daemon    Ready or Failed (once), Progress, Done or Error (once a Run), Free
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from models.spec import ModelSpec, Payload, Tensor
 
 INLINE_BYTES = 64 * 1024
 MESSAGE_BYTES = 192 * 1024  # under Linux's default socket buffer, which bounds one message
+BARE_GRAPH = "model"
 _LENGTH = struct.Struct("<I")
 
 
@@ -42,6 +43,8 @@ class Open:
     latency_ms: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Graph -> precision -> measured latency on this machine, when it is already known."""
     max_pixels: int = 64_000_000
+    digest: str = ""
+    """Identity that the bundle must have: another one may have been written into the folder since."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,6 @@ class GraphInfo:
 
     spec: ModelSpec
     precision: str
-    runtime: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,7 @@ class Ready:
     """The model is loaded and has answered a golden vector rightly (a bare file: has run once)."""
 
     graphs: Mapping[str, GraphInfo]
-    task: str
-    version: str
-    digest: str
+    """A bare file has one, `BARE_GRAPH`."""
     runtime: str
     load_s: float
     latency_ms: Mapping[str, Mapping[str, float]]
@@ -105,6 +105,13 @@ class Failed:
 
     error: str
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A run goes on: its worker has not hung, however long it takes."""
+
+    id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +132,10 @@ class Error:
     message: str
 
 
-Message: TypeAlias = Open | Run | Free | Stop | Ready | Failed | Done | Error
-_KINDS: dict[str, type[Message]] = {kind.__name__: kind for kind in (Open, Run, Free, Stop, Ready, Failed, Done, Error)}
+Message: TypeAlias = Open | Run | Free | Stop | Ready | Failed | Progress | Done | Error
+_KINDS: dict[str, type[Message]] = {
+    kind.__name__: kind for kind in (Open, Run, Free, Stop, Ready, Failed, Progress, Done, Error)
+}
 
 
 def encode(message: Message, payloads: Sequence[Payload] = (), arena: Arena | None = None) -> tuple[bytes, list[Slot]]:

@@ -7,6 +7,7 @@ small pool of threads. It exits when told to, or at once when the daemon's end o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
 import signal
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from appliance import wire
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from appliance.model import Model
 
 _ANSWER_WAIT_S = 10.0
+_PROGRESS_S = 0.1
+_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -50,8 +53,9 @@ class Worker:
             from appliance.model import Model  # noqa: PLC0415
 
             self._model: Model = Model(order)
+            self._send(self._model.describe())
         except ApplianceError as error:
-            self._send(wire.Failed(type(error).__name__, str(error)))
+            self._send(wire.Failed(type(error).__name__, str(error)[:2000]))
             return 1
         except Exception as error:  # a runtime's own fault: say it before dying of it
             self._send(wire.Failed("ModelError", f"loading failed: {type(error).__name__}: {error}"[:2000]))
@@ -59,7 +63,6 @@ class Worker:
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
             thread.start()
-        self._send(self._model.describe())
         self._read_all()
         for _ in threads:
             self._work.put(None)
@@ -100,9 +103,22 @@ class Worker:
     def _answer(self, run: wire.Run, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mapping[str, float]]:
         if run.graph:
             return self._model.infer(run.graph, tensors, run.outputs)
-        return self._model.predict(tensors[0])
+        return self._model.predict(tensors[0], self._progress(run))
+
+    def _progress(self, run: wire.Run) -> Callable[[], None]:
+        """A function that tells the daemon, not too often, that `run` goes on."""
+        told_at = time.monotonic()
+
+        def goes_on() -> None:
+            nonlocal told_at
+            if time.monotonic() - told_at >= _PROGRESS_S:
+                told_at = time.monotonic()
+                self._send(wire.Progress(run.id))
+
+        return goes_on
 
     def _send(self, message: wire.Message, payloads: Sequence[Payload] = ()) -> None:
+        fits = sum(memoryview(payload).nbytes for payload in payloads) <= self._answers.capacity_bytes
         with self._freed:
             until = time.monotonic() + _ANSWER_WAIT_S
             while True:
@@ -111,7 +127,7 @@ class Worker:
                     break
                 except ArenaFullError:
                     # The daemon copies answers out at once, so room comes back within milliseconds.
-                    if not self._freed.wait(until - time.monotonic()):
+                    if not fits or not self._freed.wait(until - time.monotonic()):
                         msg = "the answer is larger than the memory shared with the daemon: ask for fewer outputs"
                         raise ModelError(msg) from None
         with self._sending:
@@ -121,6 +137,8 @@ class Worker:
 def main() -> None:
     """Entry of the worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
+    # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     sock = socket.socket(fileno=int(sys.argv[1]))
     sys.exit(Worker(sock).serve())
 

@@ -54,6 +54,8 @@ max_inflight_count = 100
 dynamic_filters = true
 """
 
+CLIENT = httpx.Client(timeout=60, trust_env=False)  # a proxy knows nothing of this machine's loopback
+
 console = Console(highlight=False, soft_wrap=True)
 
 
@@ -107,11 +109,9 @@ def broker() -> Iterator[int]:
     mosquitto = shutil.which("mosquitto", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if mosquitto:
         config = WORK / "mosquitto.conf"
-        config.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\n")
         step(f"Starting mosquitto on port {port}")
-        # As root it would drop to a user that cannot read this folder; it needs no rights, so it keeps ours.
-        if os.geteuid() == 0:
-            config.write_text(config.read_text() + "user root\n")
+        # Started by root it would drop to a user that cannot read this folder; from others it ignores `user`.
+        config.write_text(f"user root\nlistener {port} 127.0.0.1\nallow_anonymous true\n")
         process = subprocess.Popen(  # noqa: S603 - the system's mosquitto
             [mosquitto, "-c", str(config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -171,14 +171,14 @@ def daemon(bundle: Path, broker_port: int) -> Iterator[str]:
 def ready(url: str) -> bool:
     """Whether the daemon answers that it is ready."""
     try:
-        return httpx.get(f"{url}/v2/health/ready").is_success
+        return CLIENT.get(f"{url}/v2/health/ready").is_success
     except httpx.TransportError:
         return False
 
 
 def read(url: str, picture: Path) -> None:
     """Send a picture, print its lines."""
-    response = httpx.post(f"{url}/v1/models/ppocr-v4/predict", content=picture.read_bytes(), timeout=60)
+    response = CLIENT.post(f"{url}/v1/models/ppocr-v4/predict", content=picture.read_bytes())
     answer: dict[str, Any] = response.json()
     if response.is_error:
         sys.exit(f"the daemon refused the picture: {answer['error']}")

@@ -54,15 +54,21 @@ class BundleFolder:
             raise BundleError(msg) from error
 
     def read_labels(self) -> list[str]:
-        """Labels of the task in class order; empty when it has none."""
+        """Labels of the task in class order; empty when it has none. Raises BundleError when they are no text."""
         labels = self.manifest.task.labels
-        return self.read(labels).decode().split("\n") if labels else []
+        if labels is None:
+            return []
+        try:
+            return self.read(labels).decode().split("\n")
+        except UnicodeDecodeError as error:
+            msg = f"the labels of {self.path} are not UTF-8 text: build the bundle again"
+            raise BundleError(msg) from error
 
     def measurements(self, target: str) -> dict[str, Any]:
         """What was measured on one machine for `target`; empty when nothing usable was written."""
         try:
             data = json.loads((self.path / "measurements" / f"{target}.json").read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return data if isinstance(data, dict) else {}
 

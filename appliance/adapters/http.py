@@ -6,9 +6,9 @@ Every error of every path is `{"error": "one sentence"}`; the classes of `models
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
@@ -34,6 +34,8 @@ from models.errors import (
     Unavailable,
 )
 from models.spec import Tensor, pack_bytes
+
+T = TypeVar("T")
 
 STATUS: Mapping[type[ApplianceError], int] = {
     BadInput: 400,
@@ -129,16 +131,15 @@ class Door:
             _loaded(info)
         body = await _body(request, self._body_limit_bytes)
         parsed = await _off_loop(len(body), lambda: oip.parse(body, header_length, info.spec))
-        response = await self._service.infer(
-            InferRequest(
-                model=model,
-                version=version,
-                tensors=parsed.tensors,
-                outputs=parsed.outputs,
-                deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
-                priority=parsed.priority or DEFAULT_PRIORITY,
-            )
+        wanted = InferRequest(
+            model=model,
+            version=version,
+            tensors=parsed.tensors,
+            outputs=parsed.outputs,
+            deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
+            priority=parsed.priority or DEFAULT_PRIORITY,
         )
+        response = await _unless_gone(request, self._service.infer(wanted))
         origin = response.origin
         head = {
             "model_name": origin.model,
@@ -164,16 +165,14 @@ class Door:
         """A JPEG or PNG in (raw body or multipart form), what was read out."""
         self._service.model(model)
         picture = await _picture(request, self._body_limit_bytes)
-        document = await self._service.predict(
-            InferRequest(
-                model=model,
-                tensors=[Tensor("image", "BYTES", (1,), pack_bytes([picture]))],
-                deadline_ms=deadline_ms,
-                priority=priority,
-                source=source,
-            )
+        wanted = InferRequest(
+            model=model,
+            tensors=[Tensor("image", "BYTES", (1,), pack_bytes([picture]))],
+            deadline_ms=deadline_ms,
+            priority=priority,
+            source=source,
         )
-        return Json(document)
+        return Json(await _unless_gone(request, self._service.predict(wanted)))
 
     async def page(self) -> Response:
         """The status page."""
@@ -252,7 +251,7 @@ def _add_errors(app: FastAPI) -> None:
         return Json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
 
     async def gone(_request: Request, _error: Exception) -> Response:
-        return Json({"error": "the client left before its body had arrived"}, 400)
+        return Json({"error": "the client left before it was answered"}, 400)
 
     async def fault(_request: Request, error: Exception) -> Response:
         return Json({"error": f"a fault of the appliance, see its log: {type(error).__name__}"}, 500)
@@ -300,6 +299,20 @@ async def _picture(request: Request, limit_bytes: int) -> bytes:
     if not body:
         raise BadInput("the request carries no picture: send a JPEG or PNG as the body or as a form file")
     return body
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is given up, and leaves the queue, when its client hangs up first."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    try:
+        # Behind a whole body only one message comes: that the client has gone.
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 async def _off_loop(size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `call` returns

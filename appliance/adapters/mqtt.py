@@ -42,6 +42,8 @@ _CONNACK_WAIT_S = 10.0
 _GOODBYE_S = 2.0
 _POLL_S = 1.0
 _LARGEST_ORDER_BYTES = 256 * 1024
+_MOST_LEVELS = 100
+"""Of a response topic; mosquitto hangs up on a client that publishes to more than 200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,19 @@ class Mqtt:
         result = order if isinstance(order, command.CommandResult) else self._service.execute(order)
         properties = message.properties
         reply_to = getattr(properties, "ResponseTopic", "")
-        topic = reply_to if reply_to and not set(reply_to) & set("+#$") else f"{self._prefix}/cmd/result"
+        topic = reply_to if self._may_answer_on(reply_to) else f"{self._prefix}/cmd/result"
         correlation = getattr(properties, "CorrelationData", None)
         log.info("order", id=result.id, status=result.status, reason=result.reason or None)
         self._publish(_Publication(topic, orjson.dumps(result), correlation=correlation))
+
+    def _may_answer_on(self, topic: str) -> bool:
+        """Whether an order may have its answer on `topic`.
+
+        Wildcards, and more levels than brokers take, would cost the connection; on topics of our own an answer
+        would be taken for what they usually say.
+        """
+        ours = {f"{self._prefix}/{name}" for name in ("availability", "state", "cmd")}
+        return bool(topic) and not set(topic) & set("+#$") and topic.count("/") < _MOST_LEVELS and topic not in ours
 
     def _run(self) -> None:
         retry_s = _FIRST_RETRY_S
@@ -209,15 +220,18 @@ class Mqtt:
         sock = client.socket()
         if sock is None:
             return MQTTErrorCode.MQTT_ERR_CONN_LOST
-        writers = [sock.fileno()] if client.want_write() else []
-        readable, writable, _ = select.select([sock.fileno(), self._wake_fd], writers, [], _POLL_S)
-        if self._wake_fd in readable:
+        poll = select.poll()  # unlike select it takes descriptors above 1023, which many clients at once bring about
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(sock, select.POLLIN | (select.POLLOUT if client.want_write() else 0))
+        events = dict(poll.poll(_POLL_S * 1000))
+        if self._wake_fd in events:
             os.eventfd_read(self._wake_fd)
-        if sock.fileno() in readable:
+        happened = events.get(sock.fileno(), 0)
+        if happened & ~select.POLLOUT:
             code = client.loop_read()
             if code is not MQTTErrorCode.MQTT_ERR_SUCCESS:
                 return code
-        if sock.fileno() in writable:
+        if happened & select.POLLOUT:
             code = client.loop_write()
             if code is not MQTTErrorCode.MQTT_ERR_SUCCESS:
                 return code

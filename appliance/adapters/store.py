@@ -5,12 +5,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
+from models import schema
 from models.errors import ConfigError
 from models.folder import write_file
+
+DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
+"""It stands in MQTT topics."""
 
 
 class Store:
@@ -33,22 +38,27 @@ class Store:
             raise ConfigError(msg) from error
 
     def device_id(self) -> str:
-        """This device's name in the fleet, made once."""
+        """This device's name in the fleet, made once; raises ConfigError when it cannot be kept or is none."""
         path = self.path / "device_id"
         try:
-            return path.read_text().strip()
-        except FileNotFoundError:
-            made = f"device-{uuid.uuid4().hex[:12]}"
-            write_file(path, made.encode())
-            return made
+            if not path.exists():
+                write_file(path, f"device-{uuid.uuid4().hex[:12]}".encode())
+            name = path.read_text(errors="replace").strip()
+        except OSError as error:
+            msg = f"the name of this device cannot be kept in {path} ({error.strerror}): set device_id, or make room"
+            raise ConfigError(msg) from error
+        if not re.fullmatch(DEVICE_ID, name):
+            msg = f"{path} holds no name that a device may have: use up to 64 of A-Z a-z 0-9 . _ -, or delete the file"
+            raise ConfigError(msg)
+        return name
 
     def latency_ms(self, digest: str, machine: Mapping[str, str]) -> dict[str, dict[str, float]]:
         """Latencies measured on this machine for a bundle: graph -> precision -> milliseconds; {} when none are."""
         try:
             data = json.loads(self._measurements(digest).read_bytes())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
-        return data.get("latency_ms", {}) if isinstance(data, dict) and data.get("machine") == dict(machine) else {}
+        return latencies(data, machine)
 
     def keep_latency_ms(
         self, digest: str, machine: Mapping[str, str], latency_ms: Mapping[str, Mapping[str, float]]
@@ -64,3 +74,16 @@ class Store:
 
     def _measurements(self, digest: str) -> Path:
         return self.path / "engines" / digest / "cpu" / "measurements.json"
+
+
+def latencies(data: object, machine: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """What `data`, a document of measurements, says about `machine`; {} when that is nothing, or makes no sense.
+
+    Measurements are advice that nothing vouches for: a broken one may cost time, but no model.
+    """
+    if not isinstance(data, dict) or data.get("machine") != dict(machine):
+        return {}
+    try:
+        return schema.load(dict[str, dict[str, float]], data.get("latency_ms"))
+    except schema.SchemaError:
+        return {}

@@ -1,17 +1,19 @@
 """The hardware seam: what opens a graph here and runs it.
 
-`Runtime` and `Session` are protocols with three full implementations: `null` (no model, for tests
-and for trying the daemon), `onnx` (onnxruntime), and later `tensorrt`. One is chosen by name at start;
-after that it is an object. All of them pass the contract suite in tests/contract.
+`Runtime` and `Session` are protocols with two full implementations: `null` (no model, for tests and for
+trying the daemon) and `onnx` (onnxruntime). One is chosen by name at start; after that it is an object.
+Both pass the contract suite in tests/contract.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias, get_args
 
 from models.errors import ConfigError
 from models.spec import Array, ModelSpec
+
+RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "null"]
 
 
 class Session(Protocol):
@@ -33,7 +35,7 @@ class Runtime(Protocol):
     """A way to run graphs on this machine."""
 
     name: str
-    """What answers say about themselves: "onnxruntime-cpu", "tensorrt", "null"."""
+    """Its `RuntimeName`, which every answer carries."""
 
     def open(self, graph: bytes, *, threads: int) -> Session:
         """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
@@ -49,5 +51,5 @@ def choose(name: str) -> Runtime:
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
         return NullRuntime()
-    msg = f"there is no runtime {name!r}; known: onnxruntime-cpu, null"
+    msg = f"there is no runtime {name!r}; known: {', '.join(get_args(RuntimeName))}"
     raise ConfigError(msg)

@@ -85,15 +85,16 @@ def recognise(
     return results
 
 
-def prepare(line_HWC: Array, max_width: int = MAX_WIDTH) -> Array:
+def prepare(line_HWC: Array, max_width: int = MAX_WIDTH, min_width: int = MIN_WIDTH) -> Array:
     """FP32 [1, 3, 48, W] of one picture (uint8 BGR): scaled to height 48, values from -1 to 1, padded right.
 
     The padding is 0, which is what PP-OCR was trained with: zeros after normalisation, a mid grey.
-    W is at least 320 and a multiple of 32: few distinct widths mean few shapes for a runtime to plan.
+    W is at least `min_width` and a multiple of 32: few distinct widths mean few shapes for a runtime to plan.
+    What would be wider than `max_width` is squeezed to it.
     """
     height, width = line_HWC.shape[:2]
     content = min(max(math.ceil(HEIGHT * width / height), 1), max_width)
-    padded = max(math.ceil(content / WIDTH_STEP) * WIDTH_STEP, MIN_WIDTH)
+    padded = max(math.ceil(content / WIDTH_STEP) * WIDTH_STEP, min_width)
     resized = cv2.resize(line_HWC, (content, HEIGHT), interpolation=cv2.INTER_LINEAR)
     prepared = np.zeros((1, 3, HEIGHT, padded), np.float32)
     prepared[0, :, :, :content] = resized.transpose(2, 0, 1)

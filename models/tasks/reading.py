@@ -19,7 +19,7 @@ import numpy as np
 
 from models.spec import Array
 from models.tasks import Run
-from models.tasks.lines import HEIGHT, MAX_WIDTH, load_settings, recognise
+from models.tasks.lines import MAX_WIDTH, load_settings, prepare, recognise
 
 _SIDE_STEP = 32
 """The detector halves a picture five times on the way down."""
@@ -184,21 +184,11 @@ def upside_down(crops: Sequence[Array], settings: ReadingSettings, run: Run) -> 
     """
     found = []
     for start in range(0, len(crops), settings.max_batch):
-        batch = [_prepare_direction(line) for line in crops[start : start + settings.max_batch]]
-        (probability,) = run("cls", {"x": np.stack(batch)}).values()
+        batch = [prepare(line, _CLASSIFY_WIDTH, _CLASSIFY_WIDTH) for line in crops[start : start + settings.max_batch]]
+        (probability,) = run("cls", {"x": np.concatenate(batch)}).values()
         turned = probability[:, _UPSIDE_DOWN] > settings.upside_down_threshold
         found += (start + np.flatnonzero(turned)).tolist()
     return found
-
-
-def _prepare_direction(line_HWC: Array) -> Array:
-    """FP32 [3, 48, 192]: scaled to height 48, squeezed when longer than 192, padded right with 0."""
-    height, width = line_HWC.shape[:2]
-    content = min(max(math.ceil(HEIGHT * width / height), 1), _CLASSIFY_WIDTH)
-    resized = cv2.resize(line_HWC, (content, HEIGHT), interpolation=cv2.INTER_LINEAR)
-    prepared = np.zeros((3, HEIGHT, _CLASSIFY_WIDTH), np.float32)
-    prepared[:, :, :content] = resized.transpose(2, 0, 1) / np.float32(127.5) - 1
-    return prepared
 
 
 def reading_order(boxes_N42: Array) -> list[int]:
