@@ -13,10 +13,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from appliance import __version__
+
 app = typer.Typer(
     no_args_is_help=True,
     help="Serve vision models on this device, and ask the daemon that serves them.",
     epilog="Exit codes: 0 done, 1 refused or failed (the reason is printed), 2 wrong usage.",
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -26,6 +29,21 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 DEFAULT_URL = "http://127.0.0.1:8080"
 _PIPE_WIDTH = 1000
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"appliance {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="show the version and exit")
+    ] = False,
+) -> None:
+    """Take what stands before the command."""
 
 
 @app.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
@@ -57,8 +75,8 @@ def infer(
     console = _console()
     console.print(table if table.row_count else "no text found")
     console.print(
-        f"{answer['model']} {answer['version']} by {answer['runtime']}"
-        f" in {answer['timing_ms']['total']:.0f} ms ({answer['trust']})",
+        f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
+        f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",
         style="dim",
     )
 
@@ -80,24 +98,34 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         table.add_row(
             model["name"],
             model["version"],
-            model["reason"] or worker["state"],
+            "not ready" if worker["state"] == "ready" and not model["ready"] else worker["state"],
             model["runtime"] or "-",
             ", ".join(f"{graph} {precision}" for graph, precision in sorted(model["precision"].items())) or "-",
             model["trust"],
             str(worker["pid"] or "-"),
             str(worker["restarts"]),
         )
-    console.print(table)
+    console.print(
+        table if table.row_count else "no models: give one with `appliance run --bundle FOLDER` or --onnx NAME=FILE"
+    )
+    for model in answer["models"]:
+        if model["reason"]:
+            console.print(f"{model['name']}: {model['reason']}", style="yellow")
     mqtt = answer["mqtt"]
     if mqtt:
         state = "connected" if mqtt["connected"] else f"down: {mqtt['reason']}"
         console.print(f"mqtt {mqtt['broker']}: {state}")
     if not answer["clock"]["synced"]:
-        console.print("the clock is not synchronised: nothing will be installed until it is", style="yellow")
+        console.print(
+            "the clock is not synchronised: that matters only for updates, which this version does not have",
+            style="dim",
+        )
 
 
 def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
     """Ask the daemon; on failure print one sentence and exit with 1."""
+    if "://" not in url:
+        url = f"http://{url}"
     try:
         # A proxy that the environment names knows nothing of this machine's loopback.
         response = httpx.request(method, f"{url}{path}", timeout=60.0, trust_env=False, **request)

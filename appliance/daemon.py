@@ -11,8 +11,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from appliance.adapters import host, http, metrics
 from appliance.adapters.http1 import Http1
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import notify
-from appliance.adapters.store import Store, latencies
+from appliance.adapters.store import Store
+from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from appliance.supervisor import Limits
 from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
+from models.measurements import Measurements, known_on
 
 log = structlog.get_logger()
 
@@ -54,12 +56,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _run(config: settings.Settings) -> int:
-    with contextlib.ExitStack() as cleanup:
+    """Start each part and note how it stops; whatever happens, they stop in reverse."""
+    async with contextlib.AsyncExitStack() as stack:
         store = Store(config.state_dir)
-        cleanup.callback(store.close)
-        listener = cleanup.enter_context(_listen(config.http.host, config.http.port))
+        stack.callback(store.close)
+        listener = stack.enter_context(_listen(config.http.host, config.http.port))
+        device_id = config.device_id or store.device_id()
+        _configure_log(sys.stderr.isatty(), device_id=device_id)
         started_at = time.time()
-        mqtt: Mqtt | None = None
 
         def facts() -> dict[str, Any]:
             return {
@@ -72,41 +76,58 @@ async def _run(config: settings.Settings) -> int:
                 "mqtt": mqtt.status() if mqtt else None,
             }
 
-        service = Service(_bundles(config, store), device_id=config.device_id or store.device_id(), facts=facts)
-        app = http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes)
-        if config.mqtt.host:
-            mqtt = Mqtt(_broker(config.mqtt), service, now=time.time)
-        else:
-            log.info("mqtt_off", why="no broker is configured (mqtt.host)")
-
+        service = Service(_bundles(config, store), device_id=device_id, facts=facts)
+        mqtt = Mqtt(_broker(config.mqtt), service, now=time.time) if config.mqtt.host else None
         server = _Server(
             uvicorn.Config(
-                app,
-                http=Http1,
+                http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes),
+                http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
             )
         )
+
+        async def stop_service() -> None:
+            # What answering took is no longer there for the workers: the whole stop fits into the grace period.
+            left_s = server.stop_at + config.shutdown_grace_s - time.monotonic()
+            await service.stop(max(left_s, _LEAST_GRACE_S) if server.should_exit else _LEAST_GRACE_S)
+            log.info("stopped")
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
+        readiness = _Readiness(service)
+        service.listeners.append(readiness)
         service.start()
+        readiness()
+        stack.push_async_callback(stop_service)
         if mqtt:
             mqtt.start()
+            stack.push_async_callback(mqtt.stop)
+        else:
+            log.info("mqtt_off", why="no broker is configured (mqtt.host)")
+        if not service.models():
+            log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
         address, port = listener.getsockname()[:2]
         log.info("serving", http=f"http://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
-        notify("READY=1")
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")
-        if mqtt:
-            await mqtt.stop()
-        # What answering took is no longer there for the workers: the whole stop is to fit into the grace period.
-        await service.stop(max(server.stop_at + config.shutdown_grace_s - time.monotonic(), _LEAST_GRACE_S))
-        log.info("stopped")
     return 0
+
+
+class _Readiness:
+    """Tells systemd once that the start is over: every model has proven itself, or has said why it cannot."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._told = service, False
+
+    def __call__(self) -> None:
+        if not self._told and self._service.settled:
+            self._told = True
+            notify("READY=1")
 
 
 class _Server(uvicorn.Server):
@@ -146,8 +167,7 @@ def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
         hang_s=config.limits.hang_s,
         body_bytes=config.http.body_limit_bytes,
     )
-    machine = {"cpu": host.cpu_name(), "onnxruntime": version("onnxruntime")}
-    found = [_open_bundle(path, config, limits, store, machine) for path in config.bundles]
+    found = [_open_bundle(path, config, limits, store) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
         if not path.is_file():
@@ -162,12 +182,16 @@ def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
     return found
 
 
-def _open_bundle(
-    path: Path, config: settings.Settings, limits: Limits, store: Store, machine: dict[str, str]
-) -> Bundle:
+def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: Store) -> Bundle:
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
+    here = machine()
+    passed = {precision for graph in manifest.graphs.values() for precision in graph.variants}
+    if config.precision != "auto" and config.precision not in passed:
+        msg = f"{path} holds no graph in {config.precision}: choose auto or {', '.join(sorted(passed))}"
+        raise BundleError(msg)
+    known = known_on(here, store.measurements(digest), folder.measurements("cpu"))
 
     def keep(ready: wire.Ready) -> None:
         if ready.latency_ms:
@@ -175,7 +199,7 @@ def _open_bundle(
 
     def write(ready: wire.Ready) -> None:
         try:
-            store.keep_latency_ms(digest, machine, ready.latency_ms)
+            store.keep_measurements(digest, Measurements(here, {**known, **ready.latency_ms}))
         except OSError as error:  # a full disk costs a measurement at the next start, no more
             log.warning("latency_not_kept", model=manifest.name, reason=str(error))
 
@@ -186,7 +210,7 @@ def _open_bundle(
         digest=digest,
         precision=config.precision,
         concurrency=limits.concurrency,
-        latency_ms=store.latency_ms(digest, machine) or latencies(folder.measurements("cpu"), machine),
+        latency_ms=known,
         max_pixels=config.limits.picture_pixels,
     )
     return Bundle(order, limits, manifest=manifest, on_ready=keep)
@@ -230,11 +254,17 @@ def _refuse_foreign_packages() -> None:
             raise BundleError(msg)
 
 
-def _configure_log(terminal: bool) -> None:
+def _configure_log(terminal: bool, device_id: str = "") -> None:
+    """Log lines to standard error: for people on a terminal, else JSON; with the device's name once it is known."""
+
+    def named(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        return {**line, "device_id": device_id} if device_id else line
+
     stream: Any = _StandardError()
     renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
     stamps: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        named,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso"),
         structlog.processors.format_exc_info,
@@ -251,7 +281,7 @@ def _configure_log(terminal: bool) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
-    logging.basicConfig(level=logging.WARNING, handlers=[libraries])
+    logging.basicConfig(level=logging.WARNING, handlers=[libraries], force=True)
     logging.captureWarnings(capture=True)
 
 
@@ -299,7 +329,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--onnx", metavar="NAME=FILE", type=_named_file, action="append", help="bare ONNX file to serve, unverified")
     add("--http", metavar="HOST:PORT", type=_address, help="address to listen on (default 127.0.0.1:8080)")
     add("--mqtt", metavar="HOST:PORT", type=_address, help="MQTT 5 broker to connect to (default: none)")
-    add("--precision", choices=("auto", "fp32", "int8"), help="force a precision that passed the gate (default auto)")
+    add("--precision", choices=("auto", "fp32", "int8"), help="where it passed the gate (default auto)")
     add("--state-dir", metavar="DIR", type=Path, help="where the daemon keeps its state")
     add("--config", metavar="FILE", type=Path, help=f"settings (default {settings.SYSTEM_CONFIG} when it exists)")
     add("--profile", metavar="NAME", default="cpu", help="defaults for a kind of machine (default cpu)")

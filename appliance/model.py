@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,13 @@ import orjson
 
 from appliance import wire
 from appliance.runtime import Session, choose
+from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
 from models.errors import ApplianceError, BundleError, NotFound
 from models.folder import BundleFolder
-from models.spec import DTYPES, Array, Tensor, TensorSpec
+from models.measurements import fastest
+from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec
 from models.tasks.picture import decode_picture
 
 T = TypeVar("T")
@@ -26,6 +27,9 @@ T = TypeVar("T")
 _TRIED_SIZES = (1, 32, 224, 320, 8, 640)
 _MOST_TRIED_ELEMENTS = 2**24
 """A guess that needs more than this is no request that anybody sends, and could take all memory there is."""
+_MEASURE_RUNS = 10
+_MEASURE_S = 0.25
+"""For all precisions of one graph together: whoever starts a daemon waits for it."""
 
 
 class Model:
@@ -102,23 +106,25 @@ class Model:
         return self._sessions[graph]
 
     def _open_best(self, folder: BundleFolder, name: str, graph: Graph, order: wire.Open) -> None:
-        """Open `graph` in the precision that is fastest here among those that passed the gate."""
-        candidates = allowed(name, graph, order.precision)
+        """Open `graph` in the precision that `fastest` prefers here among those that may serve."""
+        candidates = allowed(graph, order.precision)
         known = order.latency_ms.get(name, {})
         if set(candidates) <= set(known):
-            candidates = [min(candidates, key=lambda precision: known[precision])]
+            candidates = [fastest({precision: known[precision] for precision in candidates})]
         opened: dict[str, Session] = {}
-        measured: dict[str, float] = {}
         for precision in candidates:
             variant = graph.variants[precision]
             opened[precision] = self.runtime.open(folder.read(variant.graph), threads=1)
-            measured[precision] = prove(opened[precision], folder, variant.golden, repeat=len(candidates) > 1)
-        best = min(candidates, key=lambda precision: measured[precision])
+            check_spec(f"graph {name!r} in {precision}", graph.spec, opened[precision].spec)
+            prove(opened[precision], folder, variant.golden)
+        best = candidates[0]
+        if len(candidates) > 1:
+            inputs = folder.read_arrays(graph.variants[best].golden.inputs)
+            self.latency_ms[name] = time_in_turn(opened, inputs, _MEASURE_RUNS, _MEASURE_S)
+            best = fastest(self.latency_ms[name])
         for precision in opened.keys() - {best}:
             opened[precision].close()
         self._sessions[name], self.precisions[name] = opened[best], best
-        if len(candidates) > 1:
-            self.latency_ms[name] = measured
 
     def _open_bare(self, path: Path) -> None:
         """Open one ONNX file as the only graph and try to run it once on zeros."""
@@ -145,25 +151,28 @@ class Model:
                 break
 
 
-def allowed(name: str, graph: Graph, precision: str) -> list[str]:
-    """Precisions of `graph` that may serve, sorted; raises BundleError when a forced one did not pass."""
-    if precision == "auto":
-        return sorted(graph.variants)
-    if precision in graph.variants:
-        return [precision]
-    reason = graph.left_out.get(precision, "it was not built")
-    msg = f"graph {name!r} cannot run in {precision}: {reason}; choose auto or {', '.join(sorted(graph.variants))}"
-    raise BundleError(msg)
+def allowed(graph: Graph, precision: str) -> list[str]:
+    """Precisions of `graph` that may serve, sorted: `precision` if it passed the gate, otherwise those that did."""
+    return [precision] if precision in graph.variants else sorted(graph.variants)
 
 
-def prove(session: Session, folder: BundleFolder, golden: Golden, *, repeat: bool) -> float:
-    """Check a session against its golden vector and return its median latency in milliseconds.
+def check_spec(what: str, said: ModelSpec, found: ModelSpec) -> None:
+    """Raise BundleError unless the manifest says of the tensors of a graph what the graph itself says."""
+    for side, ours, its in (("input", said.inputs, found.inputs), ("output", said.outputs, found.outputs)):
+        wanted, have = (sorted(f"{one.name} {one.datatype} {list(one.shape)}" for one in each) for each in (ours, its))
+        if wanted != have:
+            msg = (
+                f"{what} has {side}s {', '.join(have)}, but the manifest says {', '.join(wanted)}: "
+                "build the bundle again"
+            )
+            raise BundleError(msg)
 
-    Raises BundleError when an answer is outside the bundle's tolerance.
-    """
+
+def prove(session: Session, folder: BundleFolder, golden: Golden) -> None:
+    """Check a session against its golden vector; raises BundleError for an answer outside the bundle's tolerance."""
     inputs = folder.read_arrays(golden.inputs)
     wanted = folder.read_arrays(golden.outputs)
-    answers, cold_ms = _timed(lambda: session.run(inputs))
+    answers = session.run(inputs)
     for name, want in wanted.items():
         have = answers.get(name)
         if have is None or have.shape != want.shape:
@@ -180,7 +189,6 @@ def prove(session: Session, folder: BundleFolder, golden: Golden, *, repeat: boo
             if not off <= golden.tolerance:  # NaN must fail too
                 msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
                 raise BundleError(msg)
-    return statistics.median(_timed(lambda: session.run(inputs))[1] for _ in range(5)) if repeat else cold_ms
 
 
 def _zeros(spec: TensorSpec, shape: Sequence[int]) -> Array:

@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -30,6 +30,10 @@ _PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
+_CONFIDENCE_DIGITS = 4
+
+Observer: TypeAlias = Callable[[str, str, float, BaseException | None], None]
+"""Told model, version, seconds and the error (None after success) of a request; called on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,8 @@ class Origin:
     model: str
     version: str
     runtime: str
+    precision: str
+    """Of the graph that ran; of a whole bundle each graph with its own: "cls fp32, det fp32, rec int8"."""
     trust: str
     """`unverified-local` for a bundle folder given by hand, `unverified` for a bare ONNX file."""
     degraded: str | None
@@ -162,7 +168,8 @@ class Bundle:
         ready = self.supervisor.ready
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
-        origin = Origin(request.model, self.version, ready.runtime, self.trust, None)
+        precision = ready.graphs[graph].precision if graph else _precisions(ready)
+        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, None)
         return InferResponse(origin, answer.tensors, answer.timing_ms)
 
 
@@ -174,6 +181,8 @@ class Service:
         self.device_id = device_id
         self.listeners: list[Callable[[], None]] = []
         """Called on the event loop when what `status` says of a model has changed."""
+        self.observers: list[Observer] = []
+        """Told of each request for a model that is served, whatever became of it; must be quick."""
         self._bundles = bundles
         self._facts = facts
         self._started = time.monotonic()
@@ -193,6 +202,11 @@ class Service:
     def ready(self) -> bool:
         """Whether every model has proven itself."""
         return not any(bundle.unready for bundle in self._bundles)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no model is loading: each has proven itself, or waits after a failure."""
+        return all(bundle.supervisor.health.state is not State.LOADING for bundle in self._bundles)
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""
@@ -218,7 +232,7 @@ class Service:
         """Answer for the one encoded picture in `request.tensors` as a document."""
         started = time.monotonic()
         if not self._bundle(request.model, request.version).takes_pictures(request.model):
-            msg = f"model {request.model!r} takes raw tensors, not pictures: use its infer endpoint"
+            msg = f"model {request.model!r} takes raw tensors, not pictures: use POST /v2/models/{request.model}/infer"
             raise BadInput(msg)
         document = _documents(await self._run(request))[0]
         document["timing_ms"]["total"] = round((time.monotonic() - started) * 1e3, 3)
@@ -252,7 +266,17 @@ class Service:
             listener()
 
     async def _run(self, request: InferRequest) -> InferResponse:
-        return await self._bundle(request.model, request.version).infer(request, time.monotonic())
+        bundle = self._bundle(request.model, request.version)
+        started = time.monotonic()
+        fault: BaseException | None = None
+        try:
+            return await bundle.infer(request, started)
+        except BaseException as error:  # a client that left is a CancelledError
+            fault = error
+            raise
+        finally:
+            for observer in self.observers:
+                observer(request.model, bundle.version, time.monotonic() - started, fault)
 
     def _bundle(self, name: str, version: str | None = None) -> Bundle:
         bundle = self._by_model.get(name)
@@ -273,13 +297,25 @@ def _documents(response: InferResponse) -> list[dict[str, Any]]:
             "model": origin.model,
             "version": origin.version,
             "runtime": origin.runtime,
+            "precision": origin.precision,
             "degraded": origin.degraded,
             "trust": origin.trust,
-            **orjson.loads(result),
+            **_rounded(orjson.loads(result)),
             "timing_ms": {part: round(spent, 3) for part, spent in response.timing_ms.items()},
         }
         for result in response.tensors[0].to_array()
     ]
+
+
+def _rounded(result: dict[str, Any]) -> dict[str, Any]:
+    """More digits of a confidence would say nothing and only cost bytes."""
+    for line in result.get("lines", ()):
+        line["confidence"] = round(line["confidence"], _CONFIDENCE_DIGITS)
+    return result
+
+
+def _precisions(ready: wire.Ready) -> str:
+    return ", ".join(f"{graph} {info.precision}" for graph, info in sorted(ready.graphs.items()))
 
 
 def _model_status(bundle: Bundle) -> dict[str, Any]:
@@ -289,6 +325,7 @@ def _model_status(bundle: Bundle) -> dict[str, Any]:
         "version": bundle.version,
         "digest": bundle.digest,
         "trust": bundle.trust,
+        "takes_pictures": bundle.takes_pictures(bundle.name),
         "ready": not bundle.unready,
         "reason": bundle.unready or None,
         "runtime": ready.runtime if ready else None,

@@ -49,6 +49,9 @@ class Http(_Part):
     host: str = Field(default="127.0.0.1", description="address to listen on; only loopback is allowed so far")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port and prints it")
     body_limit_bytes: int = Field(default=16 * 1024 * 1024, gt=0, le=1024**3, description="larger bodies are refused")
+    silence_s: float = Field(
+        default=30.0, gt=0, le=3600, description="a client that stops in the middle of a request is given up after this"
+    )
 
 
 class Mqtt(_Part):
@@ -87,7 +90,7 @@ class Settings(BaseSettings):
     bundles: tuple[Path, ...] = Field(default=(), description="bundle folders to serve")
     onnx: Mapping[str, Path] = Field(default={}, description="bare ONNX files to serve by name, unverified")
     precision: Literal["auto", "fp32", "int8"] = Field(
-        default="auto", description="auto: the fastest that passed; fp32 or int8 force it"
+        default="auto", description="auto: the fastest that passed the gate; fp32 or int8: that one where it passed"
     )
     runtime: RuntimeName = Field(default="onnxruntime-cpu", description="what runs the graphs")
     state_dir: Path = Field(default_factory=default_state_dir, description="everything the daemon keeps")

@@ -226,7 +226,6 @@ class Supervisor:
             self._pump()
         elif isinstance(message, wire.Failed):
             life.reason = message.message
-            log.error("model_failed", model=self.name, reason=message.message)
 
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)

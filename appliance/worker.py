@@ -63,18 +63,12 @@ class Worker:
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
             thread.start()
-        self._read_all()
-        for _ in threads:
-            self._work.put(None)
-        for thread in threads:
-            thread.join()
-        return 0
+        self._read_all(threads)
+        os._exit(0)  # the daemon is gone, or all is answered: nobody waits for what the threads still hold
 
-    def _read_all(self) -> None:
-        while True:
-            data = self._sock.recv(wire.MESSAGE_BYTES)
-            if not data:
-                os._exit(0)  # the daemon is gone: nobody waits for the work in hand
+    def _read_all(self, threads: Sequence[threading.Thread]) -> None:
+        """Read until the socket ends: at the daemon's end, or here once the last answer after Stop is out."""
+        while data := self._sock.recv(wire.MESSAGE_BYTES):
             message, payloads, slots = wire.decode(data, self._requests)
             if isinstance(message, wire.Run):
                 self._work.put((message, wire.join(message.tensors, payloads), slots))
@@ -84,7 +78,15 @@ class Worker:
                         self._answers.free(Slot(*slot))
                     self._freed.notify_all()
             elif isinstance(message, wire.Stop):
-                return
+                # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
+                threading.Thread(target=self._leave, args=[threads], daemon=True).start()
+
+    def _leave(self, threads: Sequence[threading.Thread]) -> None:
+        for _ in threads:
+            self._work.put(None)
+        for thread in threads:
+            thread.join()
+        self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
         while (job := self._work.get()) is not None:
@@ -136,7 +138,9 @@ class Worker:
 
 def main() -> None:
     """Entry of the worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the daemon's to handle
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # What reaches the whole process group (Ctrl-C, a plain stop) is for the daemon, which then says Stop.
+        signal.signal(number, signal.SIG_IGN)
     # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     sock = socket.socket(fileno=int(sys.argv[1]))

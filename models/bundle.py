@@ -77,12 +77,22 @@ class Accuracy:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a graph that reads no text does what the graph as published does, a share between 0 and 1."""
+
+    share: float
+    on: str
+    """What was counted: "253 of 256 line pictures"."""
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One precision of a graph that passed the gate."""
 
     graph: Blob
     golden: Golden
     accuracy: Accuracy | None = None
+    agreement: Agreement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,8 @@ class Step:
     graph: str
     input: str
     output: str
+    precision: str = ""
+    """The one that this was done for; empty when it was for all of them."""
 
 
 @dataclass(frozen=True, slots=True)

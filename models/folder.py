@@ -5,17 +5,20 @@ Blobs are checked against their sha256 each time they are read.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from models import schema
 from models.bundle import Blob, Manifest
 from models.errors import BundleError
+from models.measurements import Measurements
 from models.spec import Array
 
 MANIFEST = "manifest.json"
@@ -64,13 +67,14 @@ class BundleFolder:
             msg = f"the labels of {self.path} are not UTF-8 text: build the bundle again"
             raise BundleError(msg) from error
 
-    def measurements(self, target: str) -> dict[str, Any]:
-        """What was measured on one machine for `target`; empty when nothing usable was written."""
-        try:
-            data = json.loads((self.path / "measurements" / f"{target}.json").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return data if isinstance(data, dict) else {}
+    def check_content(self) -> None:
+        """Read every blob; raises BundleError naming the first that is missing or damaged."""
+        for blob in self.manifest.blobs():
+            self.read(blob)
+
+    def measurements(self, target: str) -> Measurements | None:
+        """What was measured on one machine for `target`, if anything usable was written."""
+        return read_measurements(_measurements_path(self.path, target))
 
 
 def blob_path(folder: Path, blob: Blob) -> Path:
@@ -78,10 +82,20 @@ def blob_path(folder: Path, blob: Blob) -> Path:
     return folder / "blobs" / "sha256" / blob.sha256
 
 
+def _measurements_path(folder: Path, target: str) -> Path:
+    return folder / "measurements" / f"{target}.json"
+
+
 def pack_arrays(arrays: Mapping[str, Array]) -> bytes:
-    """Bytes of an npz file, the same for the same arrays (numpy stamps no time into its zip entries)."""
+    """Bytes of an npz file, the same for the same arrays: zip entries that are opened by name carry no time.
+
+    `numpy.savez` writes the same, but takes names as keywords, which "file" already is.
+    """
     buffer = io.BytesIO()
-    np.savez(buffer, **dict(sorted(arrays.items())))  # type: ignore[arg-type] # numpy types keywords as bool
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, array in sorted(arrays.items()):
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, np.asanyarray(array), allow_pickle=False)
     return buffer.getvalue()
 
 
@@ -91,41 +105,66 @@ def unpack_arrays(content: bytes) -> dict[str, Array]:
         return {name: arrays[name] for name in arrays.files}
 
 
-def write_bundle(
-    path: Path, manifest: Manifest, blobs: Mapping[str, bytes], measurements: Mapping[str, object]
-) -> None:
-    """Write a bundle into `path` (made when missing); the manifest goes last, so a torn write is no bundle.
+def read_measurements(path: Path) -> Measurements | None:
+    """Measurements kept in a file; None when it is missing or broken: that may cost time, but no model."""
+    try:
+        return schema.load(Measurements, json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError):
+        return None
 
-    `blobs` maps sha256 to content; `measurements` maps a target's name to plain data.
-    Blobs of an earlier bundle in the same folder that are no longer named are removed, and so are
-    its measurements: they say nothing about this one.
+
+def write_measurements(path: Path, measurements: Measurements) -> None:
+    """Write what `read_measurements` reads."""
+    write_file(path, json.dumps(schema.dump(measurements), indent=1, sort_keys=True).encode())
+
+
+def write_bundle(
+    path: Path, manifest: Manifest, blobs: Mapping[str, bytes], measurements: Mapping[str, Measurements]
+) -> None:
+    """Write a bundle into `path` (made when missing), from which it replaces an earlier one.
+
+    `blobs` maps sha256 to content, `measurements` a target's name to what was measured there.
+    Until the new manifest stands everything that the earlier one names is there, so a full disk or a power cut
+    leaves the old bundle or the new one. What only the earlier one had goes last.
     """
     wanted = {blob.sha256: blob for blob in manifest.blobs()}
-    (path / MANIFEST).unlink(missing_ok=True)
-    folder = path / "blobs" / "sha256"
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.iterdir():
-        if old.name not in wanted:
-            old.unlink()
     for sha256, blob in wanted.items():
         blob.check(blobs[sha256])
-        write_file(folder / sha256, blobs[sha256])
+    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
     (path / "measurements").mkdir(exist_ok=True)
-    for old in (path / "measurements").iterdir():
-        old.unlink()
-    for target, data in measurements.items():
-        write_file(path / "measurements" / f"{target}.json", json.dumps(data, indent=1, sort_keys=True).encode())
+    for sha256, blob in wanted.items():
+        if not _holds(blob_path(path, blob), blobs[sha256]):  # a damaged one is written again
+            write_file(blob_path(path, blob), blobs[sha256])
+    kept = {blob_path(path, blob) for blob in wanted.values()}
+    for target, measured in measurements.items():
+        write_measurements(_measurements_path(path, target), measured)
+        kept.add(_measurements_path(path, target))
     write_file(path / MANIFEST, manifest.to_bytes())
+    for file in (*(path / "blobs" / "sha256").iterdir(), *(path / "measurements").iterdir()):
+        if file not in kept:
+            file.unlink()
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    try:
+        return path.read_bytes() == content
+    except OSError:
+        return False
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Replace `path` with `content` so that a power cut leaves the old file or the new one."""
+    """Replace `path` with `content` so that a power cut leaves the old file or the new one, and a fault no third."""
     temporary = path.with_name(f".{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)

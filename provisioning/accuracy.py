@@ -14,9 +14,11 @@ import numpy as np
 
 from appliance.runtime import Runtime, Session
 from kernels.reference import ctc_head_of_softmax
-from models.bundle import Accuracy
+from models import schema
+from models.bundle import Accuracy, Agreement
 from models.errors import BundleError
 from models.folder import BundleFolder
+from models.measurements import fastest
 from models.spec import Array
 from models.tasks import lines as lines_task
 from models.tasks import text
@@ -33,20 +35,20 @@ def verify(
 ) -> dict[str, Any]:
     """Read `lines` with a bundle's recogniser and with the checkpoint it was made of, and compare.
 
-    `precision` "auto" takes the fastest that was measured on a CPU. Raises BundleError when the bundle is
-    damaged or holds no recogniser in that precision, SourceError when the checkpoint is not installed.
+    `precision` "auto" takes the fastest, as it was measured where the bundle was built. Raises BundleError when the
+    bundle is damaged or holds no recogniser in that precision, SourceError when the checkpoint is not installed.
     """
     manifest = folder.manifest
-    for blob in manifest.blobs():
-        folder.read(blob)
+    folder.check_content()
     name = next((name for name, graph in manifest.graphs.items() if graph.original), None)
     if name is None:
         msg = f"{folder.path} holds no graph that was measured on labelled lines: build the bundle again"
         raise BundleError(msg)
     variants = manifest.graphs[name].variants
     if precision == "auto":
-        latency_ms = folder.measurements("cpu").get("latency_ms", {}).get(name, {})
-        precision = min(variants, key=lambda one: latency_ms.get(one, math.inf))
+        measured = folder.measurements("cpu")
+        latency_ms = measured.latency_ms.get(name, {}) if measured else {}
+        precision = fastest({one: latency_ms.get(one, math.inf) for one in variants})
     if precision not in variants:
         reason = manifest.graphs[name].left_out.get(precision, "it was not asked for")
         msg = f"{folder.path} holds no {precision} of {name} ({reason}); it holds {', '.join(variants)}"
@@ -120,22 +122,17 @@ def compare(lines: Sequence[Line], original: Sequence[str], packed: Sequence[str
     for source in sorted(set(sources)):
         chosen = [i for i, its in enumerate(sources) if its == source]
         by_source[source] = {
-            name: vars_of(accuracy([lines[i] for i in chosen], [read[i] for i in chosen]))
+            name: schema.dump(accuracy([lines[i] for i in chosen], [read[i] for i in chosen]))
             for name, read in (("original", original), ("packed", packed))
         }
     return {
-        "original": vars_of(accuracy(lines, original)),
-        "packed": vars_of(accuracy(lines, packed)),
+        "original": schema.dump(accuracy(lines, original)),
+        "packed": schema.dump(accuracy(lines, packed)),
         "agreement": round(float(np.mean([a[1] == b[1] for a, b in zip(one, other, strict=True)])), _DIGITS),
         "interval": {"exact": [low[0], high[0]], "cer": [low[1], high[1]]},
         "resolved": bool(samples[:, 0].std() < _POINT),
         "by_source": by_source,
     }
-
-
-def vars_of(measured: Accuracy) -> dict[str, Any]:
-    """Plain data."""
-    return {"exact": measured.exact, "cer": measured.cer, "lines": measured.lines}
 
 
 def _resampled_differences(one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> Array:
@@ -149,20 +146,20 @@ def _resampled_differences(one: Sequence[tuple[str, str]], other: Sequence[tuple
     return np.stack([exact, cer], axis=1)
 
 
-def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> float:
+def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> Agreement:
     """Share of samples that get the same class from both."""
-    same = [_only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs]
-    return round(float(np.mean(np.concatenate(same))), _DIGITS)
+    same = np.concatenate([_only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs])
+    return Agreement(round(float(same.mean()), _DIGITS), f"{same.sum()} of {same.size} line pictures")
 
 
-def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], threshold: float) -> float:
+def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], threshold: float) -> Agreement:
     """Intersection over union of the areas above `threshold` in the maps of both, over all samples."""
     both = either = 0
     for one in inputs:
         a, b = _only(original, one) > threshold, _only(packed, one) > threshold
         both += int((a & b).sum())
         either += int((a | b).sum())
-    return round(both / either, _DIGITS) if either else 1.0
+    return Agreement(round(both / either, _DIGITS) if either else 1.0, f"{len(inputs)} pictures")
 
 
 def _only(session: Session, inputs: Mapping[str, Array]) -> Array:

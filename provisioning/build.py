@@ -9,36 +9,35 @@ All of it in memory: writing is for `provisioning.pack`, after all gates.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import numpy as np
 
 from appliance.runtime import Runtime, choose
 from models import schema
-from models.bundle import Accuracy, Source, Step
+from models.bundle import Accuracy, Agreement, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
 from models.folder import pack_arrays, unpack_arrays
 from models.spec import Array
 from models.tasks.reading import ReadingSettings
-from provisioning import accuracy, calibrate, data, sources
+from provisioning import calibrate, data, sources
 from provisioning.cache import Cache
+from provisioning.gate import Gate, Verdict
 from provisioning.recipe import GraphRecipe, RecipeFile
+from provisioning.steps import RUNTIME, THREADS, Report, Steps
 
-Report: TypeAlias = Callable[[str], None]
-"""Told in words what starts now."""
-
-RUNTIME = "onnxruntime-cpu"
-TOOLS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "opencv-python")
-THREADS = 2
-"""Each runs its own samples on one core, so results do not depend on how many there are."""
 _EXAMPLE_SIDE = 320
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltVariant:
+    """A graph in one precision, and what the gate measured of it."""
+
+    content: bytes
+    accuracy: Accuracy | None
+    agreement: Agreement | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,7 @@ class BuiltGraph:
 
     role: str
     source: Source
-    variants: Mapping[str, bytes]
-    accuracy: Mapping[str, Accuracy]
+    variants: Mapping[str, BuiltVariant]
     original: Accuracy | None
     left_out: Mapping[str, str]
     example: Mapping[str, Array]
@@ -67,43 +65,17 @@ class Built:
     steps: Sequence[Step]
 
 
-class Steps:
-    """Performs steps once: what was done before with the same inputs, code and tools is taken from the cache."""
-
-    def __init__(self, cache: Cache, report: Report) -> None:
-        """Tell `report` of each step before it starts."""
-        self.done: list[Step] = []
-        self.tools = {tool: metadata.version(tool) for tool in TOOLS}
-        self._cache = cache
-        self._report = report
-        self._code = _digest_of_code()
-
-    def run(
-        self, name: str, graph: str, inputs: Sequence[bytes | str], settings: object, make: Callable[[], bytes]
-    ) -> bytes:
-        """What `make` makes of `inputs` (content, or a digest of it) and `settings`, which are plain data."""
-        digests = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in inputs]
-        key = _digest([name, digests, settings, self._code, self.tools])
-        content = self._cache.get(key)
-        self._report(f"{graph}: {name}" if content is None else f"{graph}: {name} (done before)")
-        if content is None:
-            content = make()
-            self._cache.put(key, content)
-        entered = digests[0] if len(digests) == 1 else _digest(digests)
-        self.done.append(Step(name, graph, entered, hashlib.sha256(content).hexdigest()))
-        return content
-
-
 def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report) -> Built:
     """Build every graph of `recipe` with the labelled data in `folder`.
 
-    `precision` is "auto" (all that the recipe wants and the gate lets pass) or the only one that is wanted.
-    Raises SourceError for unusable checkpoints and data, GateFailed when a graph has no precision left.
+    `precision` is "auto" (all that the recipe wants and the gate lets pass) or the one that is wanted: a graph that
+    misses its gate in that is built in float. Raises SourceError for unusable checkpoints and data, GateFailed when
+    a graph has no precision left.
     """
-    for name, graph in recipe.recipe.graphs.items():
-        if precision != "auto" and precision not in graph.precisions:
-            msg = f"graph {name} has no {precision} in its recipe, only {', '.join(graph.precisions)}"
-            raise ConfigError(msg)
+    known = {one for graph in recipe.recipe.graphs.values() for one in graph.precisions}
+    if precision != "auto" and precision not in known:
+        msg = f"no graph of the recipe has {precision}, only {', '.join(sorted(known))}: choose auto or one of those"
+        raise ConfigError(msg)
     steps = Steps(cache, report)
     report("reading labelled data")
     file = data.splits_for_build(folder, recipe.default_data)
@@ -112,6 +84,8 @@ def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
     labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
     graphs = {name: room.build(name, contents[name], labels.split("\n")) for name in recipe.recipe.graphs}
+    if steps.done_before:
+        report(f"{steps.done_before} steps done before")
     digests = {split: its.sha256 for split, its in splits.items()}
     return Built(recipe, graphs, labels, digests, steps.tools, steps.done)
 
@@ -141,34 +115,48 @@ class _Room:
 
     def fetch(self, name: str) -> bytes:
         source = self.source(name)
-        return self.steps.run("fetch", name, [source.sha256], schema.dump(source), lambda: sources.fetch(source))
+        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source))
 
     def labels(self, name: str, content: bytes) -> str:
         key = self.file.recipe.graphs[name].labels
-        return self.steps.run("labels", name, [content], key, lambda: _labels(content, key)).decode() if key else ""
+        if not key:
+            return ""
+        return self.steps.run("labels", name, "", [content], key, lambda: _labels(content, key)).decode()
 
     def build(self, name: str, content: bytes, labels: Sequence[str]) -> BuiltGraph:
         graph = self.file.recipe.graphs[name]
         calibration = data.inputs(graph.role, self.splits["calibrate"], self.settings)
-        wanted = graph.precisions if self.precision == "auto" else (self.precision,)
+        gate = Gate(self.steps, self.runtime, self.splits["gate"], self.settings, labels, name, graph, content)
         fp32 = self._fp32(name, graph, content)
-        made = {"fp32": fp32}
-        if "int8" in wanted:
-            made["int8"] = self._int8(name, graph, fp32, calibration)
-        gate = _Gate(self.steps, self.runtime, self.splits["gate"], self.settings, labels, name, graph, content)
-        reasons = {precision: gate.reason(precision, made[precision]) for precision in wanted}
-        passed = {precision: made[precision] for precision, reason in reasons.items() if not reason}
-        left_out = {precision: reason for precision, reason in reasons.items() if reason}
-        if not passed:
+        original = gate.original()
+        made: dict[str, bytes] = {}
+        verdicts: dict[str, Verdict] = {}
+        for precision in self._candidates(graph):
+            made[precision] = fp32 if precision == "fp32" else self._int8(name, graph, fp32, calibration)
+            verdicts[precision] = gate.judge(precision, made[precision], original)
+            if self.precision != "auto" and not verdicts[precision].reason:
+                break
+        left_out = {precision: verdict.reason for precision, verdict in verdicts.items() if verdict.reason}
+        variants = {
+            precision: BuiltVariant(made[precision], verdict.accuracy, verdict.agreement)
+            for precision, verdict in verdicts.items()
+            if not verdict.reason
+        }
+        if not variants:
             msg = f"graph {name} has no precision left: " + "; ".join(f"{one}: {why}" for one, why in left_out.items())
             raise GateFailed(msg)
-        return BuiltGraph(
-            graph.role, self.source(name), passed, gate.measured, gate.original, left_out, _example(calibration)
-        )
+        return BuiltGraph(graph.role, self.source(name), variants, original, left_out, _example(calibration))
+
+    def _candidates(self, graph: GraphRecipe) -> list[str]:
+        """Precisions to try: all of the recipe, or the one that is wanted and after it float."""
+        if self.precision == "auto":
+            return list(graph.precisions)
+        wanted = [self.precision] if self.precision in graph.precisions else []
+        return list(dict.fromkeys([*wanted, "fp32"]))
 
     def _fp32(self, name: str, graph: GraphRecipe, content: bytes) -> bytes:
         for step in graph.passes:
-            content = self.steps.run(step, name, [content], list(graph.shape), _pass(step, name, graph, content))
+            content = self.steps.run(step, name, "", [content], list(graph.shape), _pass(step, name, graph, content))
         return content
 
     def _int8(self, name: str, graph: GraphRecipe, fp32: bytes, calibration: Sequence[Mapping[str, Array]]) -> bytes:
@@ -179,81 +167,18 @@ class _Room:
             return self.steps.run(
                 "watch",
                 name,
+                "int8",
                 [content, digest],
                 [graph.role, int8.percentile],
                 lambda: _watch(content, calibration, self.runtime, int8.percentile),
             )
 
         seen = watch(fp32)
-        even = self.steps.run("equalise", name, [fp32, seen], int8.share, lambda: _equalise(fp32, seen, int8.share))
+        share = int8.share
+        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share))
         seen = watch(even)
         first = int8.float_first
-        return self.steps.run("quantize", name, [even, seen], first, lambda: _quantize(even, seen, first))
-
-
-@dataclass(slots=True)
-class _Gate:
-    """Compares the precisions of one graph with the graph as published."""
-
-    steps: Steps
-    runtime: Runtime
-    split: data.Split
-    settings: ReadingSettings
-    labels: Sequence[str]
-    name: str
-    graph: GraphRecipe
-    published: bytes
-    original: Accuracy | None = None
-    measured: dict[str, Accuracy] = field(default_factory=dict)
-
-    def reason(self, precision: str, content: bytes) -> str:
-        """Why `content` may not be packed; empty when it may."""
-        limits = self.graph.gate
-        if self.graph.role == "recognise" and limits.exact_drop is not None:
-            self.original = self.original or self._accuracy(self.published)
-            self.measured[precision] = self._accuracy(content)
-            drop = self.original.exact - self.measured[precision].exact
-            if drop <= limits.exact_drop:
-                return ""
-            return (
-                f"exact match fell by {drop:.1%} to {self.measured[precision].exact:.1%} "
-                f"on {self.original.lines} gate lines, the limit is {limits.exact_drop:.1%}"
-            )
-        if self.graph.role == "classify":
-            share = self._agreement(content, accuracy.same_class)
-            what, limit = "the same class on gate lines", limits.same_class or 0.0
-        else:
-            share = self._agreement(content, partial(accuracy.overlap, threshold=self.settings.text_threshold))
-            what, limit = "overlap of the text found on gate pages", limits.overlap or 0.0
-        return "" if share >= limit else f"{what}: {share:.1%}, the limit is {limit:.1%}"
-
-    def _accuracy(self, content: bytes) -> Accuracy:
-        lines = self.split.lines
-        read = self.steps.run(
-            "read",
-            self.name,
-            [content, self.split.sha256],
-            None,
-            lambda: _json(accuracy.read_lines(content, lines, self.labels, self.runtime, THREADS)),
-        )
-        return accuracy.accuracy(lines, json.loads(read))
-
-    def _agreement(self, content: bytes, measure: Callable[..., float]) -> float:
-        inputs = data.inputs(self.graph.role, self.split, self.settings)
-        share = self.steps.run(
-            "compare",
-            self.name,
-            [self.published, content, self.split.sha256],
-            schema.dump(self.settings),
-            lambda: _json(
-                measure(
-                    self.runtime.open(self.published, threads=THREADS),
-                    self.runtime.open(content, threads=THREADS),
-                    inputs,
-                )
-            ),
-        )
-        return float(json.loads(share))
+        return self.steps.run("quantize", name, "int8", [even, seen], first, lambda: _quantize(even, seen, first))
 
 
 def _labels(content: bytes, key: str) -> bytes:
@@ -330,19 +255,3 @@ def _middle(x_NCHW: Array, side: int) -> Array:
     height, width = x_NCHW.shape[2:]
     top, left = max(height - side, 0) // 2, max(width - side, 0) // 2
     return np.ascontiguousarray(x_NCHW[:, :, top : top + side, left : left + side])
-
-
-def _json(value: Any) -> bytes:  # noqa: ANN401 - plain data
-    return json.dumps(value, ensure_ascii=False).encode()
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _digest_of_code() -> str:
-    """Digest of all code that a step's result may depend on."""
-    root = Path(__file__).resolve().parent
-    files = [*root.rglob("*.py"), *(root.parent / "kernels").glob("*.py"), *(root.parent / "models").rglob("*.py")]
-    files += (root.parent / "appliance" / "runtime").glob("*.py")
-    return _digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)])

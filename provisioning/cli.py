@@ -9,22 +9,27 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from appliance import __version__
 from models.errors import ApplianceError, ConfigError
+
+if TYPE_CHECKING:
+    from models.bundle import Accuracy, Agreement, Graph
+    from models.measurements import Measurements
 
 # Everything else is imported by the command that needs it: `provision --help` must not wait for onnx.
 
 app = typer.Typer(
-    help="The workshop: makes bundles from public checkpoints and proves them on labelled data.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -48,6 +53,10 @@ Data = Annotated[Path | None, typer.Option("--data", help="Folder of labelled da
 Bundle = Annotated[Path, typer.Argument(help="Folder of a bundle.")]
 
 
+def _epilog(example: str) -> str:
+    return f"Example: {example}\n\nExit codes: 0 done, 1 refused or failed with a reason, 2 wrong usage."
+
+
 def main() -> None:
     """Run the command line."""
     try:
@@ -55,6 +64,25 @@ def main() -> None:
     except ApplianceError as error:
         _err.print(f"provision: {error}", markup=False)
         sys.exit(1)
+    except OSError as error:
+        what = error.filename or "a file"
+        _err.print(f"provision: {what} cannot be used ({error.strerror}): make room, or give another", markup=False)
+        sys.exit(1)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"provision {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=_epilog("provision build models/zoo/ppocr-v4.toml --out ppocr-v4"))
+def _all(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """The workshop: makes bundles from public checkpoints and proves them on labelled data."""
 
 
 @contextmanager
@@ -78,13 +106,13 @@ def _progress() -> Iterator[Any]:
         finish()
 
 
-@app.command()
+@app.command(epilog=_epilog("provision build models/zoo/ppocr-v4.toml --target cpu --out ppocr-v4"))
 def build(
     recipe: Annotated[Path, typer.Argument(help="Recipe (TOML), for example models/zoo/ppocr-v4.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the bundle: new, empty, or an earlier bundle.")],
     target: Annotated[str, typer.Option(help="What the bundle is measured on: " + ", ".join(TARGETS))] = "cpu",
     precision: Annotated[
-        Precision, typer.Option(help="Include all that pass their gate, or only one.")
+        Precision, typer.Option(help="All that pass their gate, or one: float stands in where that misses its gate.")
     ] = Precision.auto,
     data: Data = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do every step again.")] = False,
@@ -109,13 +137,13 @@ def build(
     _show(out, as_json)
 
 
-@app.command()
+@app.command(epilog=_epilog("provision inspect ppocr-v4 --json"))
 def inspect(bundle: Bundle, as_json: Json = False) -> None:
-    """Show what a bundle holds, how well it reads and where it came from."""
+    """Check every byte of a bundle, and show what it holds, how well it reads and where it came from."""
     _show(bundle, as_json)
 
 
-@app.command()
+@app.command(epilog=_epilog("provision verify ppocr-v4 --precision int8 --split gate"))
 def verify(
     bundle: Bundle,
     data: Data = None,
@@ -127,7 +155,7 @@ def verify(
     """Read labelled lines with the original and with the bundle, and compare."""
     from appliance.runtime import choose  # noqa: PLC0415 - see the top
     from models.folder import BundleFolder  # noqa: PLC0415
-    from provisioning import accuracy, build  # noqa: PLC0415
+    from provisioning import accuracy, steps  # noqa: PLC0415
     from provisioning import data as labelled  # noqa: PLC0415
 
     folder = BundleFolder(bundle)
@@ -135,7 +163,7 @@ def verify(
         report("reading labelled data")
         lines = labelled.load(data or labelled.default_folder(), split, splits).lines
         report(f"reading {len(lines)} lines with the original and with the bundle")
-        result = accuracy.verify(folder, lines, precision.value, choose(build.RUNTIME), build.THREADS)
+        result = accuracy.verify(folder, lines, precision.value, choose(steps.RUNTIME), steps.THREADS)
     if as_json:
         _print_json(result)
         return
@@ -163,33 +191,64 @@ def _print_json(value: object) -> None:
 
 
 def _show(path: Path, as_json: bool) -> None:
-    """Print what a bundle holds."""
+    """Check and print what a bundle holds; raises BundleError when any of it is damaged."""
     from models import schema  # noqa: PLC0415 - see the top
     from models.folder import BundleFolder  # noqa: PLC0415
 
     folder = BundleFolder(path)
+    folder.check_content()
     manifest, measured = folder.manifest, folder.measurements("cpu")
     if as_json:
-        _print_json({"digest": manifest.digest, "manifest": schema.dump(manifest), "measurements": {"cpu": measured}})
+        measurements = {"cpu": schema.dump(measured)} if measured else {}
+        document = {"digest": manifest.digest, "manifest": schema.dump(manifest), "measurements": measurements}
+        _print_json(document | {"content_verified": True})
         return
-    table = Table("graph", "precision", "bytes", "ms on CPU", "exact", "CER", "note")
-    for name, graph in manifest.graphs.items():
-        if graph.original:
-            cells = _accuracy_cells(schema.dump(graph.original))
-            table.add_row(name, "original", "", "", *cells[:2], f"{cells[2]} lines")
-        for precision, variant in graph.variants.items():
-            latency = measured.get("latency_ms", {}).get(name, {}).get(precision, "")
-            exact, cer, _ = _accuracy_cells(schema.dump(variant.accuracy)) if variant.accuracy else ("", "", "")
-            table.add_row(name, precision, f"{variant.graph.size_bytes:,}", str(latency), exact, cer, "")
-        for precision, reason in graph.left_out.items():
-            table.add_row(name, precision, "", "", "", "", f"left out: {reason}")
     _out.print(f"{manifest.name} {manifest.version} ({manifest.licence}), task {manifest.task.kind}")
-    _out.print(f"digest {manifest.digest}")
-    _out.print(table)
+    _out.print(f"digest {manifest.digest}, content verified")
+    _print_graphs(manifest.graphs, measured)
     for source in manifest.provenance.sources:
         _out.print(f"from {source.package} {source.version}: {source.file}, sha256 {source.sha256[:12]}...")
     _out.print(f"made in {len(manifest.provenance.steps)} steps with {_listed(manifest.provenance.tools)}")
 
 
-def _listed(tools: Any) -> str:  # noqa: ANN401 - a mapping of names to versions
+def _print_graphs(graphs: Mapping[str, Graph], measured: Measurements | None) -> None:
+    from appliance.runtime.machine import machine  # noqa: PLC0415 - see the top
+    from models.measurements import fastest  # noqa: PLC0415
+
+    latency_ms = measured.latency_ms if measured else {}
+    here = measured is not None and measured.machine == machine()
+    table = Table("graph", "precision", "MB", "ms on CPU", "quality", box=box.SIMPLE)
+    for name, graph in graphs.items():
+        times = {one: latency_ms.get(name, {}).get(one) for one in graph.variants}
+        known = {one: ms for one, ms in times.items() if ms is not None}
+        served = fastest(known) if here and len(known) == len(times) else ""
+        if graph.original:
+            table.add_row(name, "original", "", "", _quality(graph.original, None))
+        for precision, variant in graph.variants.items():
+            ms, quality = times[precision], _quality(variant.accuracy, variant.agreement)
+            size = f"{variant.graph.size_bytes / 1e6:.2f}"
+            mark = " *" if precision == served else ""
+            table.add_row(name, precision + mark, size, "" if ms is None else f"{ms:.1f}", quality)
+    _out.print(table)
+    for name, graph in graphs.items():
+        for precision, reason in graph.left_out.items():
+            _out.print(f"left out: {name} {precision}, {reason}")
+    if here:
+        _out.print("* what this machine would serve: fp32, unless another takes at most nine tenths of its time here")
+    else:
+        why = "times are those of another machine" if measured else "no times were kept"
+        _out.print(f"{why}: the daemon measures when it starts, to choose the precision it serves")
+    _out.print(
+        "original: the checkpoint as published; exact: share of lines read without a fault; CER: share of characters "
+        "to correct; alike: share of the classes, or of the area found, that is the original's"
+    )
+
+
+def _quality(accuracy: Accuracy | None, agreement: Agreement | None) -> str:
+    if accuracy:
+        return f"exact {accuracy.exact:.1%}, CER {accuracy.cer:.2%} on {accuracy.lines} lines"
+    return f"alike {agreement.share:.1%} on {agreement.on}" if agreement else ""
+
+
+def _listed(tools: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in tools.items())

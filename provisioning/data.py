@@ -135,7 +135,8 @@ def _text(path: Path) -> list[str]:
         text = path.read_bytes().decode().replace("\r\n", "\n").removesuffix("\n")
         return text.split("\n") if text else []
     except (OSError, UnicodeDecodeError) as error:
-        msg = f"labelled data is needed, but {path} cannot be read ({error}): give a folder of that layout with --data"
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        msg = f"labelled data is needed, but {path} cannot be read ({reason}): give a folder of that layout with --data"
         raise SourceError(msg) from error
 
 

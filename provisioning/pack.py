@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Mapping
+import os
 from pathlib import Path
 
-from appliance.runtime import Runtime, choose
+from appliance.runtime import Session, choose
+from appliance.runtime.machine import machine, time_in_turn
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
-from models.errors import ConfigError
+from models.errors import ConfigError, WorkshopError
 from models.folder import MANIFEST, pack_arrays, write_bundle
-from models.spec import Array, ModelSpec
-from provisioning.build import RUNTIME, Built, BuiltGraph
+from models.measurements import Measurements
+from models.spec import ModelSpec
+from provisioning.build import Built, BuiltGraph
+from provisioning.steps import RUNTIME
 
 TOLERANCE = {"fp32": (1e-3, 0.0), "int8": (0.1, 0.05)}
 """Precision -> (largest difference of a float output, largest share of differing elements of an integer one).
@@ -33,11 +34,17 @@ _RUNS = 15
 
 
 def check_folder(path: Path) -> None:
-    """Raise ConfigError unless `path` is free for a bundle: missing, empty, or holding an earlier one."""
-    if path.is_dir() and (not any(path.iterdir()) or (path / MANIFEST).exists() or _only_torn(path)):
-        return
-    if path.exists():
-        msg = f"{path} exists and is no bundle: give an empty or a new folder with --out"
+    """Raise ConfigError unless a bundle can be written into `path`: missing, empty, or holding an earlier one."""
+    there = next(one for one in (path, *path.absolute().parents) if os.path.lexists(one))
+    reason = ""
+    if not there.is_dir():
+        reason = "exists and is no bundle" if there == path else "is no folder"
+    elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        reason = "may not be written to"
+    elif there == path and any(path.iterdir()) and not (path / MANIFEST).exists() and not _only_torn(path):
+        reason = "exists and is no bundle"
+    if reason:
+        msg = f"{there} {reason}: give an empty or a new folder with --out"
         raise ConfigError(msg)
 
 
@@ -47,7 +54,7 @@ def _only_torn(path: Path) -> bool:
 
 
 def pack(built: Built, path: Path) -> Manifest:
-    """Write the bundle of `built` into `path`."""
+    """Write the bundle of `built` into `path`; raises WorkshopError when it cannot be written."""
     runtime = choose(RUNTIME)
     blobs: dict[str, bytes] = {}
 
@@ -59,15 +66,17 @@ def pack(built: Built, path: Path) -> Manifest:
     graphs: dict[str, Graph] = {}
     latency_ms: dict[str, dict[str, float]] = {}
     for name, graph in built.graphs.items():
-        spec, variants, latency_ms[name] = None, {}, {}
-        for precision, content in graph.variants.items():
-            session = runtime.open(content, threads=1)
+        spec, variants = None, {}
+        sessions: dict[str, Session] = {}
+        for precision, built_variant in graph.variants.items():
+            session = sessions[precision] = runtime.open(built_variant.content, threads=1)
             outputs = session.run(graph.example)
             tolerance, mismatch = TOLERANCE[precision]
             golden = Golden(keep(pack_arrays(graph.example)), keep(pack_arrays(outputs)), tolerance, mismatch)
-            variants[precision] = Variant(keep(content), golden, graph.accuracy.get(precision))
+            blob = keep(built_variant.content)
+            variants[precision] = Variant(blob, golden, built_variant.accuracy, built_variant.agreement)
             spec = _with_layout(session.spec, graph)
-            latency_ms[name][precision] = _latency_ms(runtime, content, graph.example)
+        latency_ms[name] = time_in_turn(sessions, graph.example, _RUNS)
         if spec is not None:
             graphs[name] = Graph(spec, variants, graph.original, graph.left_out)
     recipe = built.recipe.recipe
@@ -86,8 +95,11 @@ def pack(built: Built, path: Path) -> Manifest:
             steps=tuple(built.steps),
         ),
     )
-    machine = {"cpu": _cpu(), "onnxruntime": built.tools["onnxruntime"]}
-    write_bundle(path, manifest, blobs, {"cpu": {"machine": machine, "latency_ms": latency_ms}})
+    try:
+        write_bundle(path, manifest, blobs, {"cpu": Measurements(machine(), latency_ms)})
+    except OSError as error:
+        msg = f"the bundle cannot be written into {path} ({error.strerror}): make room, or give another with --out"
+        raise WorkshopError(msg) from error
     return manifest
 
 
@@ -99,25 +111,3 @@ def _with_layout(spec: ModelSpec, graph: BuiltGraph) -> ModelSpec:
             for tensors in (spec.inputs, spec.outputs)
         )
     )
-
-
-def _latency_ms(runtime: Runtime, content: bytes, inputs: Mapping[str, Array]) -> float:
-    """Median time of one run on one thread, in milliseconds, after one run that is not counted."""
-    session = runtime.open(content, threads=1)
-    session.run(inputs)
-    seconds = []
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        session.run(inputs)
-        seconds.append(time.perf_counter() - start)
-    return round(statistics.median(seconds) * 1000, 3)
-
-
-def _cpu() -> str:
-    """Name of this machine's processor."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    named = [row.partition(":")[2].strip() for row in rows if row.startswith(("model name", "Model"))]
-    return named[0] if named else "unknown"

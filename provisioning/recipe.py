@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models import schema
-from models.errors import ConfigError
+from models.errors import ConfigError, SourceError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -106,7 +106,7 @@ class RecipeFile:
 
 
 def read(path: Path) -> RecipeFile:
-    """Read and check a recipe; raises ConfigError with one sentence that names the key."""
+    """Read and check a recipe; raises ConfigError or SourceError with one sentence that names the key."""
     try:
         content = path.read_bytes()
         recipe = schema.load(Recipe, tomllib.loads(content.decode()))
@@ -135,6 +135,9 @@ def _check(recipe: Recipe, path: Path) -> None:
         if graph.passes[:1] != ("normalise",) or not graph.precisions:
             msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
             raise ConfigError(msg)
+        if graph.role == "recognise" and "ctc_head" not in graph.passes:
+            msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"
+            raise SourceError(msg)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
             raise ConfigError(msg)

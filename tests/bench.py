@@ -24,8 +24,8 @@ import httpx
 import numpy as np
 from support.daemon import Daemon
 
-from appliance.adapters.host import cpu_name
 from appliance.runtime import choose
+from appliance.runtime.machine import cpu_name
 from models.folder import BundleFolder
 from models.spec import Array, Tensor
 

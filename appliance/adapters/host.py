@@ -6,27 +6,12 @@ A fact that is missing is absent (None), never zero.
 from __future__ import annotations
 
 import ctypes
-import platform
 from pathlib import Path
 
 _STA_UNSYNC = 0x0040
 _ADJTIMEX_ERROR = 5
 _TIMEX_BYTES = 208  # sizeof(struct timex) on 64-bit Linux
 _STATUS_OFFSET_BYTES = 40  # modes, offset, freq, maxerror, esterror come before `status`
-
-
-def cpu_name(cpuinfo: str | None = None) -> str:
-    """Name of the processor: measurements are only comparable on the same one."""
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text()
-        except OSError:
-            cpuinfo = ""
-    for line in cpuinfo.splitlines():
-        key, _colon, value = line.partition(":")
-        if key.strip() in {"model name", "Model"}:
-            return value.strip()
-    return platform.machine()
 
 
 def clock_synced() -> bool | None:

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import orjson
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 
 from appliance import __version__
-from appliance.adapters import oip
+from appliance.adapters import metrics, oip
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.service import InferRequest, ModelInfo, Origin, Service
 from models.errors import (
@@ -50,10 +51,18 @@ STATUS: Mapping[type[ApplianceError], int] = {
 _PAGE = Path(__file__).parent.parent / "web" / "index.html"
 
 _LONGEST_ERROR = 1000
+_LONGEST_QUOTE = 100
 """Characters."""
 
 _OFF_LOOP_BYTES = 64 * 1024
 """JSON and tensors larger than this are read and written in a thread, not on the event loop."""
+
+_QUERY = {
+    "deadline_ms": "a number of milliseconds above 0",
+    "priority": "a whole number from 1 (most urgent) to 10",
+    "source": "a name of 100 characters or fewer",
+}
+"""What the query of a predict request may say."""
 
 _BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 _PICTURE_BODY = {
@@ -144,7 +153,12 @@ class Door:
         head = {
             "model_name": origin.model,
             "model_version": origin.version,
-            "parameters": {"runtime": origin.runtime, "trust": origin.trust, "degraded": origin.degraded or ""},
+            "parameters": {
+                "runtime": origin.runtime,
+                "precision": origin.precision,
+                "trust": origin.trust,
+                "degraded": origin.degraded or "",
+            },
         }
         size = sum(memoryview(tensor.data).nbytes for tensor in response.tensors)
         content, json_length = await _off_loop(size, lambda: oip.render(parsed, head, response.tensors))
@@ -184,7 +198,7 @@ class Door:
 
     async def metrics(self) -> Response:
         """Prometheus metrics."""
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(metrics.text_of(self._registry), media_type=CONTENT_TYPE_LATEST)
 
 
 def build(service: Service, registry: CollectorRegistry, *, body_limit_bytes: int) -> FastAPI:
@@ -207,7 +221,7 @@ def build(service: Service, registry: CollectorRegistry, *, body_limit_bytes: in
         get(f"{model}/ready")(door.model_ready)
         post(f"{model}/infer", openapi_extra=_INFER_BODY)(door.infer)
     post("/v1/models/{model}/predict", openapi_extra=_PICTURE_BODY)(door.predict)
-    get("/", include_in_schema=False)(door.page)
+    app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(door.page)
     get("/v1/status")(door.status)
     get("/metrics")(door.metrics)
     return app
@@ -230,6 +244,10 @@ def _shortened(sentence: str) -> str:
 
 def _loaded(info: ModelInfo) -> ModelInfo:
     if not info.spec.inputs and not info.spec.outputs:
+        _state, failed, why = info.reason.partition(": ")
+        if failed:
+            msg = f"model {info.name!r} cannot be loaded: {why}"
+            raise NotReady(msg)
         msg = f"model {info.name!r} has not been loaded yet, so its tensors are not known: retry shortly"
         raise NotReady(msg)
     return info
@@ -241,14 +259,22 @@ def _add_errors(app: FastAPI) -> None:
         headers = {"retry-after": f"{max(1, round(error.retry_after_s))}"} if isinstance(error, Unavailable) else {}
         return Json({"error": _shortened(str(error))}, status, headers)
 
-    async def routing(_request: Request, error: Exception) -> Response:
+    async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class
-        return Json({"error": error.detail}, error.status_code, error.headers)
+        sentence = error.detail
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            sentence = "there is nothing at this path: /openapi.json lists every path"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "another verb")
+            sentence = f"this path does not take {request.method[:20]}: use {allowed}"
+        return Json({"error": sentence}, error.status_code, error.headers)
 
     async def validation(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for that class
         first = error.errors()[0]
-        return Json({"error": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 400)
+        name = str(first["loc"][-1])
+        rule = f"it must be {_QUERY[name]}" if name in _QUERY else first["msg"]
+        return Json({"error": f"`{name}` is {str(first['input'])[:_LONGEST_QUOTE]!r}: {rule}"}, 400)
 
     async def gone(_request: Request, _error: Exception) -> Response:
         return Json({"error": "the client left before it was answered"}, 400)
@@ -267,7 +293,7 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
     """The whole body, never more than `limit_bytes`, whether or not its length was announced."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
-    too_large = TooLarge(f"the body is over the limit of {limit_bytes} bytes: send a smaller one")
+    too_large = TooLarge(f"the body is over the limit of {_mebibytes(limit_bytes)}: send a smaller one")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit_bytes:
         raise too_large
@@ -279,6 +305,10 @@ async def _body(request: Request, limit_bytes: int) -> bytes:
             raise too_large
         chunks.append(chunk)
     return b"".join(chunks)
+
+
+def _mebibytes(size_bytes: int) -> str:
+    return f"{round(size_bytes / 2**20, 2):g} MiB"
 
 
 async def _picture(request: Request, limit_bytes: int) -> bytes:
@@ -322,6 +352,7 @@ async def _off_loop(size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: A
 def _origin_headers(origin: Origin) -> dict[str, str]:
     headers = {
         "appliance-runtime": origin.runtime,
+        "appliance-precision": origin.precision,
         "appliance-version": origin.version,
         "appliance-trust": origin.trust,
     }

@@ -1,6 +1,9 @@
-"""uvicorn's HTTP/1.1 protocol, with the limit that it lacks and with errors in our form."""
+"""uvicorn's HTTP/1.1 protocol, with the limits that it lacks and with errors in our form."""
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -9,15 +12,43 @@ HEAD_LIMIT_BYTES = 64 * 1024
 
 
 class Http1(HttpToolsProtocol):
-    """One connection. A head (request line and headers) that does not end is given up, not kept in memory."""
+    """One connection.
+
+    A head (request line and headers) that does not end is given up, not kept in memory, and so is a
+    client that owes a request, or the rest of one, and says nothing for `silence_s`.
+    """
 
     _in_head = False
     _head_bytes = 0
+    _owes = True
+    """Whether the client is expected to send something: a first request, or the rest of one."""
+    _silence: asyncio.TimerHandle | None = None
+
+    def __init__(self, *uvicorns: Any, silence_s: float, **uvicorns_too: Any) -> None:  # noqa: ANN401 - handed on
+        """Made by uvicorn, which is given this class with `silence_s` filled in."""
+        super().__init__(*uvicorns, **uvicorns_too)
+        self._silence_s = silence_s
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it too
+        """Called when a client has connected."""
+        super().connection_made(transport)
+        self._listen()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called when the connection is no more."""
+        if self._silence:
+            self._silence.cancel()
+        super().connection_lost(exc)
 
     def on_message_begin(self) -> None:
         """Called by the parser at the first byte of a request."""
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head, self._head_bytes, self._owes = True, 0, True
+
+    def on_message_complete(self) -> None:
+        """Called by the parser at the last byte of a request. Idle connections after it are uvicorn's to close."""
+        super().on_message_complete()
+        self._owes = False
 
     def on_headers_complete(self) -> None:
         """Called by the parser after the empty line that ends a head."""
@@ -33,10 +64,24 @@ class Http1(HttpToolsProtocol):
         """Take what the client sent."""
         headers = self.headers  # each request has a list of its own
         super().data_received(data)
+        self._listen()
         if self._in_head and self.headers is headers:  # all of `data` belongs to a head that has not ended yet
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES and not self.transport.is_closing():
                 self._refuse(431, f"path and headers are over the limit of {HEAD_LIMIT_BYTES} bytes: send fewer")
+
+    def _listen(self) -> None:
+        """Wait for the next bytes, but not for ever."""
+        if self._silence:
+            self._silence.cancel()
+        self._silence = self.loop.call_later(self._silence_s, self._give_up) if self._owes else None
+
+    def _give_up(self) -> None:
+        # While the application does not read, the transport is paused: the silence is ours then, not the client's.
+        if self.flow.read_paused:
+            self._listen()
+        elif not self.transport.is_closing():
+            self._refuse(408, f"nothing came for {self._silence_s:g} s: send the request without such pauses")
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base class's signature
         """Called for bytes that the parser cannot read."""

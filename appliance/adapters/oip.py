@@ -23,7 +23,8 @@ from models.spec import DTYPES, ModelSpec, Payload, Tensor, TensorSpec, element_
 HEADER = "inference-header-content-length"
 _SCALARS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """Kind of a numpy dtype -> types of JSON values that it takes."""
-EXTENSIONS = ("binary_tensor_data", "schedule_policy", "model_repository")
+EXTENSIONS = ("binary_tensor_data", "schedule_policy")
+"""Not `model_repository`: its index is served, but models cannot be loaded and unloaded by request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
 
-from models import schema
 from models.errors import ConfigError
-from models.folder import write_file
+from models.folder import read_measurements, write_file, write_measurements
+from models.measurements import Measurements
 
 DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
 """It stands in MQTT topics."""
@@ -52,21 +50,15 @@ class Store:
             raise ConfigError(msg)
         return name
 
-    def latency_ms(self, digest: str, machine: Mapping[str, str]) -> dict[str, dict[str, float]]:
-        """Latencies measured on this machine for a bundle: graph -> precision -> milliseconds; {} when none are."""
-        try:
-            data = json.loads(self._measurements(digest).read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return latencies(data, machine)
+    def measurements(self, digest: str) -> Measurements | None:
+        """What was measured here for a bundle, if that was kept and can be read."""
+        return read_measurements(self._measurements(digest))
 
-    def keep_latency_ms(
-        self, digest: str, machine: Mapping[str, str], latency_ms: Mapping[str, Mapping[str, float]]
-    ) -> None:
-        """Remember what `latency_ms` returns."""
+    def keep_measurements(self, digest: str, measurements: Measurements) -> None:
+        """Remember what `measurements` returns."""
         path = self._measurements(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, json.dumps({"machine": dict(machine), "latency_ms": latency_ms}).encode())
+        write_measurements(path, measurements)
 
     def close(self) -> None:
         """Let another daemon use the folder."""
@@ -74,16 +66,3 @@ class Store:
 
     def _measurements(self, digest: str) -> Path:
         return self.path / "engines" / digest / "cpu" / "measurements.json"
-
-
-def latencies(data: object, machine: Mapping[str, str]) -> dict[str, dict[str, float]]:
-    """What `data`, a document of measurements, says about `machine`; {} when that is nothing, or makes no sense.
-
-    Measurements are advice that nothing vouches for: a broken one may cost time, but no model.
-    """
-    if not isinstance(data, dict) or data.get("machine") != dict(machine):
-        return {}
-    try:
-        return schema.load(dict[str, dict[str, float]], data.get("latency_ms"))
-    except schema.SchemaError:
-        return {}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import orjson
 
 from models import schema
@@ -17,6 +18,9 @@ COMMANDS = ("status",)
 """Orders this version carries out."""
 
 LONGEST_ID = 128
+
+_LONGEST_QUOTE = 100
+"""Characters of what others wrote that an answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +54,45 @@ def read(payload: bytes, *, device_id: str, now: float, retained: bool) -> Comma
     `now` is trusted wall time in Unix seconds. A retained order is refused because a broker
     would repeat it at every reconnect, long after it was meant.
     """
+    order_id = ""
     try:
-        command = schema.load(Command, orjson.loads(payload))
+        data = orjson.loads(payload)
+        order_id = _usable_id(data)
+        command = schema.load(Command, data)
     except ValueError as error:
-        return CommandResult("", "refused", f"not an order: {error}")
-    if not 0 < len(command.id) <= LONGEST_ID:
+        return CommandResult(order_id, "refused", f"not an order: {error}")
+    if not order_id:
         return CommandResult("", "refused", f"an order needs an id of 1 to {LONGEST_ID} characters")
     reason = _refusal(command, device_id=device_id, now=now, retained=retained)
     return CommandResult(command.id, "refused", reason) if reason else command
+
+
+def _usable_id(data: object) -> str:
+    """The id under which whoever sent `data` waits for an answer; empty when there is none."""
+    found = data.get("id") if isinstance(data, dict) else None
+    return found if isinstance(found, str) and len(found) <= LONGEST_ID else ""
 
 
 def _refusal(command: Command, *, device_id: str, now: float, retained: bool) -> str:
     if retained:
         return "retained orders are refused: publish it without the retain flag"
     if command.device_id and command.device_id != device_id:
-        return f"this order is for {command.device_id!r}, this device is {device_id!r}"
+        return f"this order is for {_quoted(command.device_id)}, this device is {device_id!r}"
+    if command.group:
+        return f"this order is for group {_quoted(command.group)}: this device belongs to no group yet"
     if command.expires_at is not None and command.expires_at <= now:
-        return f"the order expired {now - command.expires_at:.0f} s ago"
+        return f"the order expired at {_utc(command.expires_at)}"
     if command.command not in COMMANDS:
-        return f"there is no order {command.command!r}; known: {', '.join(COMMANDS)}"
+        return f"there is no order {_quoted(command.command)}; known: {', '.join(COMMANDS)}"
+    if command.args:
+        return f"order {command.command!r} takes no args: leave them out"
     return ""
+
+
+def _quoted(text: str) -> str:
+    return repr(text) if len(text) <= _LONGEST_QUOTE else f"{text[:_LONGEST_QUOTE]!r}..."
+
+
+def _utc(seconds: float) -> str:
+    """Unix seconds as an ISO date; numpy formats one without any clock or time zone."""
+    return f"{np.datetime64(int(seconds), 's')}Z" if seconds >= 0 else "a time before 1970"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 
 import pytest
 from doubles.service import MemoryService
 
 from appliance.core.command import Command
-from appliance.service import Service
+from appliance.service import InferRequest, Service
 from models.errors import NotFound
 
 pytestmark = pytest.mark.contract
@@ -66,3 +67,11 @@ def test_one_order_has_one_answer(service: Either) -> None:
 
 def test_nothing_listens_before_a_door_does(service: Either) -> None:
     assert service.listeners == []
+
+
+def test_nobody_is_told_of_requests_for_models_that_are_not_served(service: Either) -> None:
+    told: list[tuple[object, ...]] = []
+    service.observers.append(lambda *request: told.append(request))
+    with pytest.raises(NotFound):
+        asyncio.run(service.infer(InferRequest("missing", [])))
+    assert told == []

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from appliance.core.command import Command, CommandResult
-from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Origin
+from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Observer, Origin
 from models.errors import BadInput, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
@@ -27,6 +27,7 @@ class MemoryService:
         """Raise `fault` for every request that names a model rightly; `unready` says why a model is not ready."""
         self.device_id = "memory"
         self.listeners: list[Callable[[], None]] = []
+        self.observers: list[Observer] = []
         self.requests: list[InferRequest] = []
         self._fault = fault
         self._unready = unready or {}
@@ -42,6 +43,11 @@ class MemoryService:
     def ready(self) -> bool:
         """Whether every model is ready."""
         return not self._unready
+
+    @property
+    def settled(self) -> bool:
+        """Whether no model is loading; nothing ever loads in memory."""
+        return True
 
     def models(self) -> list[ModelInfo]:
         """Both models."""
@@ -63,13 +69,13 @@ class MemoryService:
         if set(names) - set(arrays):
             msg = f"there is no output among {names} but {', '.join(arrays)}"
             raise BadInput(msg)
-        origin = Origin(request.model, "1.0", "memory", "unverified-local", None)
+        origin = Origin(request.model, "1.0", "memory", "fp32", "unverified-local", None)
         return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], {"inference": 0.0})
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """The document about one picture."""
         if request.model == "echo":
-            raise BadInput("this model takes raw tensors, not pictures: use its infer endpoint")
+            raise BadInput("model 'echo' takes raw tensors, not pictures: use POST /v2/models/echo/infer")
         self._admit(request)
         document: dict[str, Any] = orjson.loads(self._compute(request)["result"][0])
         return document
@@ -91,6 +97,7 @@ class MemoryService:
                     "version": info.version,
                     "digest": None,
                     "trust": "unverified-local",
+                    "takes_pictures": info.name == "reader",
                     "ready": info.ready,
                     "reason": info.reason or None,
                     "runtime": "memory" if info.ready else None,
@@ -110,6 +117,8 @@ class MemoryService:
     def _admit(self, request: InferRequest) -> ModelSpec:
         """Remember the request and return what its model takes and gives; raises what the request deserves."""
         spec = self.model(request.model, request.version).spec
+        for observer in self.observers:
+            observer(request.model, "1.0", 0.02, self._fault)
         if self._fault:
             raise self._fault
         check_request(spec, request.tensors, request.outputs)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from support import tiny
-from support.daemon import Daemon, appliance
-from support.processes import free_port
+from support.daemon import Daemon, StartDaemon, appliance
+from support.processes import eventually, free_port
 from typer.main import get_command
 
+from appliance import __version__
 from appliance.client_cli import app
 
 pytestmark = pytest.mark.journey
@@ -29,7 +30,15 @@ class Reader(BaseHTTPRequestHandler):
         """Answer any picture."""
         self.rfile.read(int(self.headers["content-length"]))
         lines = [{"text": text, "confidence": 1.0, "box": [[0, 0]] * 4} for text in self.texts]
-        answer = {"model": "m", "version": "1", "runtime": "r", "trust": "t", "timing_ms": {"total": 1}, "lines": lines}
+        answer = {
+            "model": "m",
+            "version": "1",
+            "runtime": "r",
+            "precision": "fp32",
+            "trust": "t",
+            "timing_ms": {"total": 1},
+            "lines": lines,
+        }
         content = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(content)))
@@ -81,11 +90,40 @@ def test_the_address_may_come_from_the_environment(tiny_daemon: Daemon) -> None:
     assert json.loads(shown.stdout)["device_id"] == tiny_daemon.status()["device_id"]
 
 
+def test_an_address_needs_no_scheme(tiny_daemon: Daemon) -> None:
+    shown = appliance("status", "--json", "--url", tiny_daemon.url.removeprefix("http://"))
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)["device_id"] == tiny_daemon.status()["device_id"]
+
+
+def test_the_version_is_told() -> None:
+    shown = appliance("--version")
+    assert (shown.returncode, shown.stdout) == (0, f"appliance {__version__}\n")
+
+
+def test_status_tells_why_a_model_is_not_ready_on_a_line_of_its_own(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("no model")
+    daemon = start_daemon("--onnx", f"broken={broken}", APPLIANCE_RUNTIME="null").wait_serving()
+    eventually(lambda: "null graph" in (daemon.model("broken")["reason"] or ""), "the reason is known")
+    first, _head, *lines = appliance("status", "--url", daemon.url).stdout.splitlines()
+    assert "not ready" in first
+    (row,) = (line for line in lines if line.split()[:2] == ["broken", "1"])
+    assert "null graph" not in row
+    (reason,) = (line for line in lines if line.startswith("broken: "))
+    assert "not a null graph" in reason
+
+
+def test_status_of_a_daemon_without_models_says_how_to_give_one(start_daemon: StartDaemon) -> None:
+    daemon = start_daemon().wait_serving()
+    assert "no models: give one with `appliance run --bundle FOLDER`" in appliance("status", "--url", daemon.url).stdout
+
+
 def test_infer_shows_what_the_model_answers_and_what_computed_it(tiny_daemon: Daemon, picture: Path) -> None:
     shown = appliance("infer", "blank", str(picture), "--url", tiny_daemon.url)
     assert shown.returncode == 0, shown.stderr
     assert "no text found" in shown.stdout
-    assert "blank 1.0.0 by onnxruntime-cpu" in shown.stdout
+    assert "blank 1.0.0 by onnxruntime-cpu (det fp32)" in shown.stdout
     assert "unverified-local" in shown.stdout
 
 

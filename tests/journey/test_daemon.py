@@ -108,6 +108,47 @@ def test_at_a_stop_running_work_is_answered_and_new_work_refused(
     daemon.stop()
 
 
+def test_a_stop_that_reaches_the_whole_process_group_loses_no_running_request(start_null: StartDaemon) -> None:
+    daemon = start_null(delay_s=0.5)
+    asked = daemon.infer_later("null", ONE)
+    eventually(lambda: daemon.running_and_waiting("null") == (1, 0), "it runs")
+    for pid in marked(daemon.mark):  # as a terminal or a plain `systemctl stop` does
+        os.kill(pid, signal.SIGTERM)
+    assert np.array_equal(binary_floats(asked.result(10)), ONE)
+    assert daemon.process.wait(10) == 0
+    assert not daemon.log("worker_exited")
+
+
+def test_systemd_is_told_once_that_it_is_ready_when_no_model_loads_any_more(
+    start_null: StartDaemon, tmp_path: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.settimeout(10)
+        daemon = start_null(delay_s=0.0, NOTIFY_SOCKET=str(tmp_path / "notify"))
+        assert systemd.recv(100) == b"READY=1"
+        os.kill(daemon.worker_pid(), signal.SIGKILL)
+        eventually(lambda: daemon.worker()["restarts"] == 1, "it was restarted")
+        daemon.stop()
+        assert systemd.recv(100) == b"STOPPING=1"
+
+
+def test_every_log_line_after_the_start_names_the_device(start_null: StartDaemon) -> None:
+    daemon = start_null(APPLIANCE_DEVICE_ID="camera-7")
+    assert {line["device_id"] for line in daemon.log()} == {"camera-7"}
+
+
+def test_a_client_that_stops_in_the_middle_of_a_request_is_given_up(start_null: StartDaemon) -> None:
+    daemon = start_null(APPLIANCE_HTTP__SILENCE_S="0.3")
+    host, port = daemon.url.removeprefix("http://").split(":")
+    for said in (b"", b"POST /v2/models/null/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf"):
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            client.sendall(said)
+            assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
+            assert client.recv(1000) == b""
+    assert np.array_equal(binary_floats(daemon.infer_later("null", ONE).result(10)), ONE)
+
+
 def test_at_a_stop_every_waiting_request_gets_an_answer(start_null: StartDaemon) -> None:
     daemon = start_null(delay_s=0.2)
     asked = [daemon.infer_later("null", ONE * i) for i in range(12)]
@@ -363,3 +404,9 @@ def resident_kib(daemon: Daemon) -> int:
     """Memory of the daemon's own process."""
     status = Path(f"/proc/{daemon.pid}/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS:")))
+
+
+def test_a_precision_that_no_graph_of_a_bundle_has_is_refused_at_start(tmp_path: Path) -> None:
+    bundle = str(tiny.blank_bundle(tmp_path / "blank"))
+    reason = refused_to_run("--bundle", bundle, "--precision", "int8", folder=tmp_path)
+    assert reason == f"appliance run: {bundle} holds no graph in int8: choose auto or fp32"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,8 @@ import numpy.typing as npt
 import pytest
 import tritonclient.http as triton
 from support import tiny
-from support.daemon import Daemon, assert_refused, binary_floats, binary_request
+from support.daemon import Daemon, StartDaemon, assert_refused, binary_floats, binary_request
+from support.processes import eventually
 from tritonclient.utils import InferenceServerException
 
 pytestmark = pytest.mark.journey
@@ -141,8 +143,43 @@ def test_the_request_id_comes_back(client: triton.InferenceServerClient) -> None
 
 def test_an_answer_says_what_computed_it(tiny_daemon: Daemon, client: triton.InferenceServerClient) -> None:
     parameters = client.infer("linear", inputs({"x": tiny.WEIGHTS}, binary=True)).get_response()["parameters"]
-    assert parameters == {"runtime": "onnxruntime-cpu", "trust": "unverified", "degraded": ""}
+    assert parameters == {
+        "runtime": "onnxruntime-cpu",
+        "precision": "as given",
+        "trust": "unverified",
+        "degraded": "",
+    }
     assert tiny_daemon.infer("linear", tiny.WEIGHTS).headers["appliance-runtime"] == "onnxruntime-cpu"
+    assert tiny_daemon.infer("linear", tiny.WEIGHTS).headers["appliance-precision"] == "as given"
+    predicted = tiny_daemon.http.post("/v1/models/blank/predict", content=tiny.picture(64, 32)).json()
+    assert predicted["precision"] == "det fp32"
+
+
+def test_a_file_that_cannot_be_loaded_is_described_by_the_reason(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text("no model")
+    daemon = start_daemon("--onnx", f"broken={broken}", APPLIANCE_RUNTIME="null").wait_serving()
+
+    def sentence() -> str:
+        return assert_refused(daemon.http.get("/v2/models/broken"), 503)
+
+    eventually(lambda: "model 'broken' cannot be loaded: " in sentence(), "the reason is told")
+    assert "not a null graph" in sentence()
+    assert "retry shortly" not in sentence()
+
+
+def test_requests_are_counted_by_what_became_of_them(tiny_daemon: Daemon) -> None:
+    def counted(series: str) -> float:
+        lines = tiny_daemon.http.get("/metrics").text.splitlines()
+        (line,) = (line for line in lines if line.startswith(f"{series} "))
+        return float(line.split()[-1])
+
+    success = 'nv_inference_request_success{model="linear",version="1"}'
+    failure = 'nv_inference_request_failure{model="linear",reason="OTHER",version="1"}'
+    before = counted(success), counted(failure)
+    binary_floats(tiny_daemon.infer("linear", tiny.WEIGHTS))
+    assert_refused(tiny_daemon.infer("linear", tiny.WEIGHTS[:, :3]), 400)
+    assert (counted(success), counted(failure)) == (before[0] + 1, before[1] + 1)
 
 
 def test_many_stock_requests_at_once_get_each_their_own_answer(client: triton.InferenceServerClient) -> None:

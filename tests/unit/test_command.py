@@ -30,9 +30,7 @@ def test_everything_an_order_says_is_kept() -> None:
     said = {
         "id": "a",
         "command": "status",
-        "args": {"deep": [1]},
         "device_id": "d1",
-        "group": "g",
         "issued_at": NOW - 1,
         "expires_at": NOW + 1,
         "author": "ann",
@@ -45,9 +43,15 @@ def test_everything_an_order_says_is_kept() -> None:
     ("said", "reason"),
     [
         ({"device_id": "d2"}, "this order is for 'd2', this device is 'd1'"),
-        ({"expires_at": NOW}, "the order expired 0 s ago"),
-        ({"expires_at": NOW - 90}, "the order expired 90 s ago"),
+        ({"device_id": "x" * 101}, f"this order is for '{'x' * 100}'..., this device is 'd1'"),
+        ({"group": "gates"}, "this order is for group 'gates': this device belongs to no group yet"),
+        ({"group": "gates", "device_id": "d1"}, "this order is for group 'gates': this device belongs to no group yet"),
+        ({"expires_at": NOW}, "the order expired at 1970-01-12T13:46:40Z"),
+        ({"expires_at": NOW - 90.5}, "the order expired at 1970-01-12T13:45:09Z"),
+        ({"expires_at": -1e300}, "the order expired at a time before 1970"),
+        ({"args": {"deep": [1]}}, "order 'status' takes no args: leave them out"),
         ({"command": "reboot!"}, "there is no order 'reboot!'; known: status"),
+        ({"command": "r" * 5000}, f"there is no order '{'r' * 100}'...; known: status"),
         ({"command": ""}, "there is no order ''; known: status"),
     ],
 )
@@ -79,19 +83,13 @@ def test_the_longest_id_is_taken() -> None:
         b"[]",
         b"null",
         b"[" * 100_000,
-        b'{"id": "a"}',
         b'{"command": "status"}',
         b'{"id": 5, "command": "status"}',
         b'{"id": "\\ud800", "command": "status"}',
-        b'{"id": "a", "command": "status", "expire_at": 5}',
-        b'{"id": "a", "command": "status", "args": []}',
-        b'{"id": "a", "command": "status", "sequence": 1.5}',
-        b'{"id": "a", "command": "status", "expires_at": "soon"}',
         b'{"id": "a", "command": "status", "expires_at": NaN}',
         b'{"id": "a", "command": "status", "expires_at": Infinity}',
         b'{"id": "a", "command": "status", "expires_at": 1' + b"0" * 400 + b"}",
         b'{"id": "a", "command": "status", "issued_at": 1' + b"0" * 5000 + b"}",
-        b'{"id": "a", "command": "status", "' + b"k" * 200_000 + b'": 1}',
     ],
     ids=lambda payload: payload[:60].decode(errors="replace"),
 )
@@ -100,6 +98,29 @@ def test_what_is_no_order_is_refused_with_an_answer_that_can_be_sent(payload: by
     assert isinstance(answer, CommandResult)
     assert (answer.id, answer.status) == ("", "refused")
     assert answer.reason.startswith("not an order: ")
+    assert len(orjson.dumps(answer)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({}, "command is missing"),
+        ({"command": 5}, "command must be str"),
+        ({"command": "status", "args": []}, "args must be a table"),
+        ({"command": "status", "sequence": 1.5}, "sequence must be int"),
+        ({"command": "status", "expires_at": "soon"}, "expires_at must be float"),
+        ({"command": "status", "k" * 200_000: 1}, "unknown key 'kkk"),
+    ],
+    ids=["no command", "command", "args", "sequence", "expires_at", "unknown"],
+)
+def test_an_order_with_a_wrong_field_is_refused_under_its_id_by_which_its_sender_knows_it(
+    said: dict[str, Any], reason: str
+) -> None:
+    answer = order({"id": "a", **said})
+    assert isinstance(answer, CommandResult)
+    assert (answer.id, answer.status) == ("a", "refused")
+    assert answer.reason.startswith("not an order: ")
+    assert reason in answer.reason
     assert len(orjson.dumps(answer)) < 1000
 
 

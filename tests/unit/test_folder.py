@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from models import folder as folder_module
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import BundleError
-from models.folder import MANIFEST, BundleFolder, blob_path, pack_arrays, write_bundle, write_file
+from models.folder import MANIFEST, BundleFolder, blob_path, pack_arrays, unpack_arrays, write_bundle, write_file
+from models.measurements import Measurements
 from models.spec import Array, ModelSpec
 
 pytestmark = pytest.mark.unit
 
+MEASURED = Measurements({"cpu": "a"}, {"rec": {"fp32": 5.5, "int8": 3.25}})
 ARRAYS = {"b/y": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array([1, 2], np.int64)}
 
 
@@ -72,7 +76,7 @@ def test_a_bundle_without_labels_has_none(tmp_path: Path) -> None:
 
 def test_the_same_bundle_is_the_same_files_wherever_it_is_written(tmp_path: Path) -> None:
     for name in ("one", "two"):
-        write_bundle(tmp_path / name, *packed(), {"cpu": {"ms": 1}})
+        write_bundle(tmp_path / name, *packed(), {"cpu": MEASURED})
 
     def files(folder: Path) -> Mapping[str, bytes]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
@@ -85,15 +89,22 @@ def test_packed_arrays_are_the_same_bytes_in_any_order() -> None:
     assert pack_arrays(ARRAYS) == pack_arrays(dict(reversed(ARRAYS.items())))
 
 
+def test_a_tensor_may_have_any_name_that_numpy_uses_itself() -> None:
+    arrays = {name: np.full(2, i) for i, name in enumerate(("file", "args", "kwds", "allow_pickle", "arr_0"))}
+    have = unpack_arrays(pack_arrays(arrays))
+    assert have.keys() == arrays.keys()
+    assert all((have[name] == array).all() for name, array in arrays.items())
+
+
 def test_a_new_bundle_in_an_old_folder_leaves_nothing_of_the_old_one(tmp_path: Path) -> None:
-    write_bundle(tmp_path, *packed(b"old graph"), {"cpu": {"ms": 1}, "orin-nx": {"ms": 2}})
-    write_bundle(tmp_path, *packed(b"new graph"), {"cpu": {"ms": 3}})
+    write_bundle(tmp_path, *packed(b"old graph"), {"cpu": Measurements({}, {}), "orin-nx": MEASURED})
+    write_bundle(tmp_path, *packed(b"new graph"), {"cpu": MEASURED})
     folder = BundleFolder(tmp_path)
     assert {path.name for path in (tmp_path / "blobs" / "sha256").iterdir()} == {
         blob.sha256 for blob in folder.manifest.blobs()
     }
-    assert folder.measurements("cpu") == {"ms": 3}
-    assert folder.measurements("orin-nx") == {}
+    assert folder.measurements("cpu") == MEASURED
+    assert folder.measurements("orin-nx") is None
 
 
 def test_a_folder_without_its_manifest_is_no_bundle_and_says_how_to_make_one(tmp_path: Path) -> None:
@@ -104,14 +115,55 @@ def test_a_folder_without_its_manifest_is_no_bundle_and_says_how_to_make_one(tmp
             BundleFolder(path)
 
 
-def test_a_write_that_fails_half_way_leaves_no_bundle(tmp_path: Path) -> None:
+def test_content_that_is_not_what_the_manifest_names_is_never_written(tmp_path: Path) -> None:
     write_bundle(tmp_path, *packed(b"old graph"), {})
     manifest, blobs = packed(b"new graph")
     damaged = {sha256: content + b"!" for sha256, content in blobs.items()}
     with pytest.raises(BundleError, match="is damaged"):
         write_bundle(tmp_path, manifest, damaged, {})
-    with pytest.raises(BundleError, match="is no bundle"):
-        BundleFolder(tmp_path)
+    folder = BundleFolder(tmp_path)
+    folder.check_content()
+    assert folder.manifest == packed(b"old graph")[0]
+
+
+@pytest.mark.parametrize("fails_at", range(6))
+def test_a_disk_that_fills_up_at_any_file_leaves_the_old_bundle_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    write_bundle(tmp_path, *packed(b"old", labels=b"old"), {"cpu": MEASURED})
+    manifest, blobs = packed(b"new", pack_arrays({}), b"new labels")
+    written: list[Path] = []
+
+    def write(path: Path, content: bytes) -> None:
+        written.append(path)
+        if len(written) > fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write_file(path, content)
+
+    monkeypatch.setattr(folder_module, "write_file", write)
+    if fails_at < 5:  # graph, golden inputs and labels are new, then come measurements and manifest
+        with pytest.raises(OSError, match="No space left"):
+            write_bundle(tmp_path, manifest, blobs, {"cpu": MEASURED})
+    else:
+        write_bundle(tmp_path, manifest, blobs, {"cpu": MEASURED})
+    folder = BundleFolder(tmp_path)
+    folder.check_content()
+    assert (folder.manifest == manifest) == (fails_at >= 5)
+
+
+def test_a_damaged_blob_of_an_earlier_bundle_is_written_again(tmp_path: Path) -> None:
+    manifest, blobs = packed()
+    write_bundle(tmp_path, manifest, blobs, {})
+    blob_path(tmp_path, golden_of(BundleFolder(tmp_path))).write_bytes(b"damaged")
+    write_bundle(tmp_path, manifest, blobs, {})
+    BundleFolder(tmp_path).check_content()
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_other_behind(tmp_path: Path) -> None:
+    (tmp_path / "state").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_file(tmp_path / "state", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
 def test_a_damaged_blob_is_refused_when_it_is_read_not_when_the_bundle_is_opened(tmp_path: Path) -> None:
@@ -153,14 +205,18 @@ def test_a_golden_vector_that_holds_no_arrays_is_a_damaged_bundle(tmp_path: Path
         folder.read_arrays(golden_of(folder))
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[1]", b"\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"{", b"[1]", b"\xff", b'{"machine": {}}', b"[" * 100_000],
+    ids=lambda content: repr(content)[:20],
+)
 def test_measurements_that_are_missing_or_unusable_are_none(tmp_path: Path, content: bytes | None) -> None:
-    write_bundle(tmp_path, *packed(), {"cpu": {"ms": 1}})
+    write_bundle(tmp_path, *packed(), {"cpu": MEASURED})
     path = tmp_path / "measurements" / "cpu.json"
     path.unlink()
     if content is not None:
         path.write_bytes(content)
-    assert BundleFolder(tmp_path).measurements("cpu") == {}
+    assert BundleFolder(tmp_path).measurements("cpu") is None
 
 
 def test_a_replaced_file_holds_the_new_content_and_leaves_no_other_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ X = np.float32([[1, 2], [3, 4]])
 def test_the_server_says_what_it_speaks() -> None:
     answer = ask("GET", "/v2").json()
     assert answer["name"] == "edge-appliance"
-    assert "binary_tensor_data" in answer["extensions"]
+    assert answer["extensions"] == ["binary_tensor_data", "schedule_policy"]
 
 
 def test_a_daemon_is_live_even_while_its_models_are_not_ready() -> None:
@@ -68,7 +69,19 @@ def test_status_page_metrics_and_openapi_are_served() -> None:
     text = ask("GET", "/metrics", MemoryService(unready={"echo": "loading"})).text
     assert 'appliance_model_ready{model="echo",version="1.0"} 0.0' in text
     assert 'appliance_model_ready{model="reader",version="1.0"} 1.0' in text
-    assert 'appliance_worker_restarts{bundle="reader"} 2.0' in text
+    assert 'appliance_worker_restarts_total{model="reader",version="1.0"} 2.0' in text
+
+
+def test_the_status_page_may_be_asked_for_by_head() -> None:
+    response = ask("HEAD", "/")
+    assert (response.status_code, response.content) == (200, b"")
+    assert response.headers["content-length"] == str(len(ask("GET", "/").content))
+
+
+def test_the_status_page_needs_nothing_from_outside() -> None:
+    page = ask("GET", "/").text
+    assert not re.findall(r"(?:https?:)?//[\w.-]+\.\w+", page)
+    assert len(page) < 10_000
 
 
 # Tensors
@@ -81,7 +94,7 @@ def test_tensors_in_json_are_answered_in_json_with_what_computed_them(path: str)
         "id": "7",
         "model_name": "echo",
         "model_version": "1.0",
-        "parameters": {"runtime": "memory", "trust": "unverified-local", "degraded": ""},
+        "parameters": {"runtime": "memory", "precision": "fp32", "trust": "unverified-local", "degraded": ""},
         "outputs": [
             {"name": "y", "datatype": "FP32", "shape": [2, 2], "data": [1.0, 2.0, 3.0, 4.0]},
             {"name": "sum", "datatype": "FP32", "shape": [2], "data": [3.0, 7.0]},
@@ -90,6 +103,7 @@ def test_tensors_in_json_are_answered_in_json_with_what_computed_them(path: str)
     origin = {name: value for name, value in response.headers.items() if name.startswith("appliance-")}
     assert origin == {
         "appliance-runtime": "memory",
+        "appliance-precision": "fp32",
         "appliance-version": "1.0",
         "appliance-trust": "unverified-local",
     }

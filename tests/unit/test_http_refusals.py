@@ -53,6 +53,11 @@ def test_what_does_not_exist_is_404(method: str, path: str) -> None:
     error_of(response)
 
 
+def test_an_unknown_path_is_answered_with_where_the_known_ones_are() -> None:
+    sentence = error_of(ask("GET", "/v2/nowhere"))
+    assert sentence == "there is nothing at this path: /openapi.json lists every path"
+
+
 def test_an_unknown_model_is_named() -> None:
     assert "'missing'" in error_of(ask("GET", "/v2/models/missing"))
 
@@ -71,7 +76,7 @@ def test_an_unknown_model_is_named() -> None:
 def test_a_wrong_verb_is_405_and_says_which_is_right(method: str, path: str, allowed: str) -> None:
     response = ask(method, path)
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
-    error_of(response)
+    assert error_of(response) == f"this path does not take {method}: use {allowed}"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +100,7 @@ def test_a_wrong_verb_is_405_and_says_which_is_right(method: str, path: str, all
             {"content": b"--A", "headers": {"content-type": "multipart/form-data; boundary=B"}},
             "the form cannot be read",
         ),
-        ("/v1/models/echo/predict", {"content": b"abc"}, "this model takes raw tensors, not pictures"),
+        ("/v1/models/echo/predict", {"content": b"abc"}, "takes raw tensors, not pictures: use POST /v2/models/echo/infer"),
     ],
 )
 def test_a_request_that_cannot_be_used_is_400_with_the_reason(
@@ -123,7 +128,8 @@ def test_a_request_that_cannot_be_used_is_400_with_the_reason(
 def test_a_query_value_outside_its_range_is_400_and_named(query: str) -> None:
     response = ask("POST", f"{PREDICT}?{query}", content=b"abc")
     assert response.status_code == 400
-    assert error_of(response).startswith(f"query.{query.partition('=')[0]}: ")
+    name, _, value = query.partition("=")
+    assert error_of(response).startswith(f"`{name}` is {value[:100]!r}: it must be a ")
 
 
 @pytest.mark.parametrize("path", [ECHO, PREDICT, "/v2/repository/index"])
@@ -132,7 +138,7 @@ def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(pat
     response = ask("POST", path, content=bytes(LIMIT_BYTES + 1) if announced else streamed(LIMIT_BYTES + 1000))
     assert ("content-length" in response.request.headers) is announced
     assert response.status_code == 413
-    assert error_of(response) == f"the body is over the limit of {LIMIT_BYTES} bytes: send a smaller one"
+    assert error_of(response) == "the body is over the limit of 0.19 MiB: send a smaller one"
 
 
 @pytest.mark.parametrize("announced", [True, False], ids=["announced", "streamed"])

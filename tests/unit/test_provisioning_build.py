@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +11,18 @@ import pytest
 from support import checkpoint
 
 from appliance.runtime import choose
-from models.errors import ConfigError, GateFailed, SourceError
+from appliance.runtime.machine import machine
+from models.errors import ConfigError, GateFailed, SourceError, WorkshopError
 from models.folder import BundleFolder
+from provisioning import pack as packing
 from provisioning.accuracy import verify
-from provisioning.build import THREADS, Built, build
+from provisioning.build import Built, build
 from provisioning.cache import Cache
 from provisioning.data import load
+from provisioning.gate import Gate, Verdict
 from provisioning.pack import check_folder, pack
 from provisioning.recipe import read
+from provisioning.steps import THREADS
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +55,8 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Workshop) -> None:
     built = workshop.build()
     graph = built.graphs["rec"]
-    assert set(graph.variants) == set(graph.accuracy) == {"fp32", "int8"}
+    assert set(graph.variants) == {"fp32", "int8"}
+    assert all(variant.accuracy for variant in graph.variants.values())
     assert graph.left_out == {}
     assert graph.original is not None
     assert graph.original.lines == 4
@@ -58,7 +65,7 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
-    assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "watch", "equalise", "quantize", "read"]
+    assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "quantize"]
     assert steps["normalise"].input == steps["fetch"].output == steps["labels"].input
     assert steps["ctc_head"].input == steps["normalise"].output
 
@@ -75,7 +82,7 @@ def test_a_second_build_takes_everything_from_the_cache(workshop: Workshop, tmp_
     workshop.build(cache=tmp_path / "cache")
     workshop.reports.clear()
     workshop.build(cache=tmp_path / "cache")
-    assert [report for report in workshop.reports if ":" in report and "(done before)" not in report] == []
+    assert workshop.reports == ["reading labelled data", "11 steps done before"]
 
 
 def test_a_corrupt_entry_of_the_cache_is_made_again(workshop: Workshop, tmp_path: Path) -> None:
@@ -111,8 +118,30 @@ def test_a_forced_precision_is_the_only_one(workshop: Workshop, precision: str) 
     assert set(workshop.build(precision).graphs["rec"].variants) == {precision}
 
 
+def failing(*precisions: str) -> Callable[..., Verdict]:
+    """A judgement by which only `precisions` miss the gate."""
+    return lambda _gate, precision, *_: Verdict("it reads badly" if precision in precisions else "")
+
+
+def test_float_is_packed_where_a_forced_precision_misses_its_gate(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "judge", failing("int8"))
+    graph = workshop.build("int8").graphs["rec"]
+    assert set(graph.variants) == {"fp32"}
+    assert graph.left_out == {"int8": "it reads badly"}
+
+
+def test_a_forced_precision_fails_only_when_float_misses_the_gate_as_well(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gate, "judge", failing("int8", "fp32"))
+    with pytest.raises(GateFailed, match="int8: it reads badly; fp32: it reads badly"):
+        workshop.build("int8")
+
+
 def test_a_precision_that_the_recipe_lacks_cannot_be_forced(workshop: Workshop) -> None:
-    with pytest.raises(ConfigError, match="rec has no int8 in its recipe, only fp32"):
+    with pytest.raises(ConfigError, match="no graph of the recipe has int8, only fp32"):
         workshop.build("int8", **{', "int8"': ""})
 
 
@@ -143,7 +172,10 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
         for name, known in folder.read_arrays(variant.golden.outputs).items():
             np.testing.assert_array_equal(answer[name], known)
     assert folder.read_labels() == [*checkpoint.LETTERS, " "]
-    assert set(folder.measurements("cpu")["latency_ms"]["rec"]) == {"fp32", "int8"}
+    measured = folder.measurements("cpu")
+    assert measured is not None
+    assert measured.machine == machine()
+    assert measured.latency_ms["rec"].keys() == {"fp32", "int8"}
 
 
 def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
@@ -167,3 +199,20 @@ def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None
     for path in (tmp_path, tmp_path / "letter.txt"):
         with pytest.raises(ConfigError, match="exists and is no bundle"):
             check_folder(path)
+
+
+def test_a_folder_below_a_file_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").touch()
+    with pytest.raises(ConfigError, match=r"letter\.txt is no folder: give an empty or a new folder"):
+        check_folder(tmp_path / "letter.txt" / "deep" / "bundle")
+
+
+def test_a_bundle_that_cannot_be_written_is_one_sentence(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "a file")
+
+    monkeypatch.setattr(packing, "write_bundle", full)
+    with pytest.raises(WorkshopError, match=r"bundle cannot be written into .*/bundle \(No space left on device\)"):
+        pack(workshop.build(), tmp_path / "bundle")

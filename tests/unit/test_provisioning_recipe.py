@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import checkpoint
 
-from models.errors import ConfigError
+from models.errors import ConfigError, SourceError
 from provisioning.recipe import read
 
 pytestmark = pytest.mark.unit
@@ -44,6 +44,12 @@ def test_what_does_not_fit_is_named(tmp_path: Path, old: str, new: str, reason: 
         read(path)
     assert reason in str(refused.value)
     assert str(path) in str(refused.value)
+
+
+def test_a_recogniser_without_its_ctc_head_is_refused_with_its_recipe(tmp_path: Path) -> None:
+    path = checkpoint.recipe(tmp_path / "tiny.toml", b"", **{', "ctc_head"': ""})
+    with pytest.raises(SourceError, match=r"tiny\.toml: graphs\.rec\.passes needs 'ctc_head'"):
+        read(path)
 
 
 def test_a_recipe_that_is_not_there_is_named(tmp_path: Path) -> None:

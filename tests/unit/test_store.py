@@ -11,11 +11,12 @@ import pytest
 
 from appliance.adapters.store import Store
 from models.errors import ConfigError
+from models.measurements import Measurements
 
 pytestmark = pytest.mark.unit
 
 DIGEST = "0" * 64
-MACHINE = {"cpu": "a", "onnxruntime": "1.23"}
+MEASURED = Measurements({"cpu": "a", "onnxruntime": "1.23"}, {"rec": {"fp32": 5.5, "int8": 3.25}})
 BROKEN = [
     b'{"machine": {"cpu": "a", "onnxruntime": "1.23"}%s}' % latency_ms
     for latency_ms in (
@@ -27,8 +28,7 @@ BROKEN = [
         b', "latency_ms": ' + b"[" * 100_000,
     )
 ]
-"""Documents of MACHINE that say nothing usable."""
-LATENCY_MS = {"rec": {"fp32": 5.5, "int8": 3.25}}
+"""Documents that say nothing usable."""
 
 
 @pytest.fixture
@@ -84,24 +84,18 @@ def test_a_name_that_cannot_be_kept_is_refused(store: Store) -> None:
         store.device_id()
 
 
-def test_latencies_are_remembered_after_a_restart_on_the_same_machine_for_the_same_bundle(tmp_path: Path) -> None:
+def test_measurements_are_remembered_after_a_restart_for_the_same_bundle(tmp_path: Path) -> None:
     with closing(Store(tmp_path)) as store:
-        assert store.latency_ms(DIGEST, MACHINE) == {}
-        store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
+        assert store.measurements(DIGEST) is None
+        store.keep_measurements(DIGEST, MEASURED)
     with closing(Store(tmp_path)) as store:
-        assert store.latency_ms(DIGEST, MACHINE) == LATENCY_MS
-        assert store.latency_ms("1" * 64, MACHINE) == {}
-
-
-@pytest.mark.parametrize("machine", [{**MACHINE, "cpu": "b"}, {**MACHINE, "onnxruntime": "1.24"}, {}])
-def test_latencies_of_another_machine_are_not_believed(store: Store, machine: dict[str, str]) -> None:
-    store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
-    assert store.latency_ms(DIGEST, machine) == {}
+        assert store.measurements(DIGEST) == MEASURED
+        assert store.measurements("1" * 64) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", *BROKEN], ids=lambda content: repr(content[:90]))
-def test_latencies_that_cannot_be_read_are_measured_again(store: Store, content: bytes) -> None:
-    store.keep_latency_ms(DIGEST, MACHINE, LATENCY_MS)
+def test_measurements_that_cannot_be_read_are_none(store: Store, content: bytes) -> None:
+    store.keep_measurements(DIGEST, MEASURED)
     (kept,) = store.path.glob("engines/*/cpu/measurements.json")
     kept.write_bytes(content)
-    assert store.latency_ms(DIGEST, MACHINE) == {}
+    assert store.measurements(DIGEST) is None

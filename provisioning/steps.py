@@ -1,0 +1,72 @@
+"""The steps of a build: each is done once, and recorded with digests of what went in and what came out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeAlias
+
+from models.bundle import Step
+from provisioning.cache import Cache
+
+Report: TypeAlias = Callable[[str], None]
+"""Told in words what starts now."""
+
+RUNTIME = "onnxruntime-cpu"
+TOOLS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "opencv-python")
+THREADS = 2
+"""Each runs its own samples on one core, so results do not depend on how many there are."""
+
+
+class Steps:
+    """Performs steps once: what was done before with the same inputs, code and tools is taken from the cache."""
+
+    def __init__(self, cache: Cache, report: Report) -> None:
+        """Tell `report` of each step before it starts, unless it was done before."""
+        self.done: list[Step] = []
+        self.tools = {tool: metadata.version(tool) for tool in TOOLS}
+        self.done_before = 0
+        self._cache = cache
+        self._report = report
+        self._code = _digest_of_code()
+
+    def run(
+        self,
+        name: str,
+        graph: str,
+        precision: str,
+        inputs: Sequence[bytes | str],
+        settings: object,
+        make: Callable[[], bytes],
+    ) -> bytes:
+        """What `make` makes of `inputs` (content, or a digest of it) and `settings`, which are plain data.
+
+        `precision` is the one that this is done for, empty when it is for all of them.
+        """
+        digests = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in inputs]
+        key = _digest([name, digests, settings, self._code, self.tools])
+        content = self._cache.get(key)
+        if content is None:
+            self._report(f"{graph} {precision}: {name}" if precision else f"{graph}: {name}")
+            content = make()
+            self._cache.put(key, content)
+        else:
+            self.done_before += 1
+        entered = digests[0] if len(digests) == 1 else _digest(digests)
+        self.done.append(Step(name, graph, entered, hashlib.sha256(content).hexdigest(), precision))
+        return content
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _digest_of_code() -> str:
+    """Digest of all code that a step's result may depend on."""
+    root = Path(__file__).resolve().parent
+    files = [*root.rglob("*.py"), *(root.parent / "kernels").glob("*.py"), *(root.parent / "models").rglob("*.py")]
+    files += (root.parent / "appliance" / "runtime").glob("*.py")
+    return _digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)])

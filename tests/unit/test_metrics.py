@@ -1,0 +1,102 @@
+"""What Prometheus is told about requests."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from doubles.service import MemoryService
+
+from appliance.adapters import metrics
+from models.errors import (
+    ApplianceError,
+    BadInput,
+    BundleError,
+    DeadlineExceeded,
+    ModelError,
+    NotReady,
+    Overloaded,
+    TooLarge,
+    WorkerLost,
+)
+
+pytestmark = pytest.mark.unit
+
+ECHO = 'model="echo",version="1.0"'
+
+
+class Scraped:
+    """A service and the lines that a scrape of it gives."""
+
+    def __init__(self) -> None:
+        self._service = MemoryService()
+        self._registry = metrics.registry_of(self._service)  # type: ignore[arg-type] # its double
+
+    def happened(self, seconds: float, error: BaseException | None = None) -> None:
+        for observer in self._service.observers:
+            observer("echo", "1.0", seconds, error)
+
+    @property
+    def lines(self) -> list[str]:
+        return metrics.text_of(self._registry).decode().splitlines()
+
+    def value(self, series: str) -> float:
+        (line,) = (line for line in self.lines if line.startswith(f"{series} "))
+        return float(line.removeprefix(f"{series} "))
+
+
+def test_every_served_model_shows_zeros_before_its_first_request() -> None:
+    scraped = Scraped()
+    for model in ("echo", "reader"):
+        assert scraped.value(f'nv_inference_request_success{{model="{model}",version="1.0"}}') == 0
+        assert scraped.value(f'appliance_request_seconds_count{{model="{model}",version="1.0"}}') == 0
+
+
+def test_counters_have_the_names_and_types_that_dashboards_for_triton_expect() -> None:
+    lines = Scraped().lines
+    for name in ("success", "failure", "duration_us"):
+        assert f"# TYPE nv_inference_request_{name} counter" in lines
+    assert "# TYPE appliance_worker_restarts_total counter" in lines
+    assert "# TYPE appliance_request_seconds histogram" in lines
+
+
+def test_answered_requests_are_counted_with_their_time() -> None:
+    scraped = Scraped()
+    for seconds in (0.004, 0.02, 0.02, 100):
+        scraped.happened(seconds)
+    assert scraped.value(f"nv_inference_request_success{{{ECHO}}}") == 4
+    assert scraped.value(f"nv_inference_request_duration_us{{{ECHO}}}") == 100_044_000
+    assert scraped.value(f"appliance_request_seconds_sum{{{ECHO}}}") == pytest.approx(100.044)
+    buckets = dict.fromkeys(("0.0025", "0.005", "0.025", "30.0", "+Inf"), 0.0)
+    for bound in buckets:
+        buckets[bound] = scraped.value(f'appliance_request_seconds_bucket{{le="{bound}",{ECHO}}}')
+    assert buckets == {"0.0025": 0, "0.005": 1, "0.025": 3, "30.0": 3, "+Inf": 4}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Overloaded("full"), "REJECTED"),
+        (NotReady("loading"), "REJECTED"),
+        (DeadlineExceeded("late"), "REJECTED"),
+        (asyncio.CancelledError(), "CANCELED"),
+        (WorkerLost("died"), "BACKEND"),
+        (ModelError("failed"), "BACKEND"),
+        (BundleError("damaged"), "BACKEND"),
+        (BadInput("no tensor"), "OTHER"),
+        (TooLarge("many"), "OTHER"),
+        (ApplianceError("else"), "OTHER"),
+        (RuntimeError("a fault"), "OTHER"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_a_failure_is_counted_under_its_reason_and_takes_no_time(error: BaseException, reason: str) -> None:
+    scraped = Scraped()
+    scraped.happened(5.0, error)
+    counted = {
+        name: scraped.value(f'nv_inference_request_failure{{model="echo",reason="{name}",version="1.0"}}')
+        for name in ("REJECTED", "CANCELED", "BACKEND", "OTHER")
+    }
+    assert counted == {name: float(name == reason) for name in counted}
+    assert scraped.value(f"nv_inference_request_success{{{ECHO}}}") == 0
+    assert scraped.value(f"appliance_request_seconds_count{{{ECHO}}}") == 0
