@@ -100,7 +100,7 @@ def test_a_wrong_verb_is_405_and_says_which_is_right(method: str, path: str, all
             {"content": b"--A", "headers": {"content-type": "multipart/form-data; boundary=B"}},
             "the form cannot be read",
         ),
-        ("/v1/models/echo/predict", {"content": b"abc"}, "takes raw tensors, not pictures: use POST /v2/models/echo/infer"),
+        ("/v1/models/echo/predict", {"content": b"abc"}, "raw tensors, not pictures: use POST /v2/models/echo/infer"),
     ],
 )
 def test_a_request_that_cannot_be_used_is_400_with_the_reason(
