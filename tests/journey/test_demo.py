@@ -1,0 +1,45 @@
+"""What `make demo` shows a newcomer."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.broker import needs_mosquitto
+from support.processes import clean_environment, end_marked, marked, new_mark
+
+pytestmark = [pytest.mark.journey, pytest.mark.long, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).parents[2]
+
+
+@needs_mosquitto
+@pytest.mark.usefixtures("reading_bundle")  # its steps are then done, as in a second run of the demo
+def test_the_demo_reads_both_pictures_answers_over_mqtt_and_leaves_nothing_behind() -> None:
+    mark = new_mark()
+    try:
+        shown = subprocess.run(
+            [sys.executable, ROOT / "docs" / "demo.py"],
+            env=clean_environment(mark),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert shown.returncode == 0, shown.stdout + shown.stderr
+        assert marked(mark) == []
+    finally:
+        end_marked(mark)
+    for expected in (
+        "60000053668",
+        "ThankYou",
+        "GIVE",
+        "YOUR",
+        "done: device demo",
+        "exited with 0",
+        "What to try next",
+    ):
+        assert expected in shown.stdout
