@@ -1,0 +1,45 @@
+"""The committed figures are those of the kernels as they stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import kernels
+from kernels.plan import source_digest
+
+pytestmark = pytest.mark.unit
+RESULTS = sorted((Path(kernels.__file__).parent / "results").glob("*.json"))
+FLOORS = {("neck", 1): 3.0, ("neck", 8): 4.0, ("neck", 32): 4.0, ("head", 1): 1.5, ("head", 8): 2.2, ("head", 32): 4.5}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_rows_were_measured_on_this_version_of_the_kernel(path: Path) -> None:
+    found = json.loads(path.read_bytes())
+    rows = found["rows"]
+    digests = {row.get("source_digest", found.get("source_digest")) for row in rows}
+    assert rows
+    assert digests == {source_digest()}, "measure again: python -m kernels.bench --json FILE"
+
+
+@pytest.mark.parametrize("path", [path for path in RESULTS if path.stem.startswith("h200-t40")], ids=lambda p: p.stem)
+def test_no_factor_is_below_its_line(path: Path) -> None:
+    rows = json.loads(path.read_bytes())["rows"]
+    for (op, batch), floor in FLOORS.items():
+        here = [row for row in rows if (row["op"], row["batch"]) == (op, batch)]
+        ours = next(row["us"] for row in here if row["implementation"] == "ours")
+        compiled = min(row["us"] for row in here if row["implementation"].startswith("torch compile"))
+        assert compiled / ours >= floor
+
+
+def test_dram_traffic_of_a_large_batch_is_close_to_compulsory() -> None:
+    path = next(path for path in RESULTS if path.stem == "h200-bytes")
+    large = [row for row in json.loads(path.read_bytes())["rows"] if "compulsory_bytes" in row]
+    moved = {
+        row["implementation"]: (row["dram_read_bytes"] + row["dram_write_bytes"]) / row["compulsory_bytes"]
+        for row in large
+    }
+    assert moved["ours"] <= 1.2
+    assert moved["torch eager sdpa"] > 1.5, "else the comparison does not discriminate"
