@@ -28,9 +28,9 @@ from appliance.adapters.http1 import Http1
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import notify
 from appliance.adapters.store import Store
+from appliance.core.limits import Limits
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
-from appliance.supervisor import Limits
 from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
@@ -161,12 +161,7 @@ class _StandardError:
 
 
 def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
-    limits = Limits(
-        queue=config.limits.queue,
-        concurrency=config.limits.concurrency,
-        hang_s=config.limits.hang_s,
-        body_bytes=config.http.body_limit_bytes,
-    )
+    limits = Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
     found = [_open_bundle(path, config, limits, store) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
@@ -211,7 +206,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         precision=config.precision,
         concurrency=limits.concurrency,
         latency_ms=known,
-        max_pixels=config.limits.picture_pixels,
+        max_pixels=limits.picture_pixels,
     )
     return Bundle(order, limits, manifest=manifest, on_ready=keep)
 

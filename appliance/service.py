@@ -14,8 +14,9 @@ import orjson
 from appliance import __version__, wire
 from appliance.core.command import Command, CommandResult
 from appliance.core.health import State
+from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
-from appliance.supervisor import Limits, Supervisor
+from appliance.supervisor import Supervisor
 from models.bundle import Manifest
 from models.errors import BadInput, ModelError, NotFound, TooLarge
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes

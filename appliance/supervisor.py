@@ -1,17 +1,15 @@
 """Keeps one worker process alive and hands it work.
 
-Runs on the event loop and never blocks it. What to do when is decided in `core.health` and
-`core.schedule`; this file performs it: spawn, send, receive, kill, reap, and wake up in time.
+Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
+and `core.watch`; this file performs it: spawn, send, receive, kill, reap, and wake up in time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -19,8 +17,10 @@ import structlog
 from appliance import wire
 from appliance.arena import ArenaFullError, Slot
 from appliance.core.health import Event, State, WorkerHealth
+from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
-from appliance.life import Answer, Held, Life, Work
+from appliance.core.watch import NEVER, Watch
+from appliance.life import Life
 from models.errors import (
     CallerError,
     DeadlineExceeded,
@@ -34,21 +34,26 @@ from models.spec import Tensor
 
 log = structlog.get_logger()
 
-LOAD_LIMIT_S = 120.0
-"""A worker that is not ready by then is taken for hung."""
+_OUTPUT_READS = 4
+"""As much as a pipe holds: what a worker has left behind when it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one worker."""
+class Answer:
+    """Tensors whose payloads belong to the receiver, and where the time went."""
 
-    queue: int = 64
-    """Requests that may wait."""
-    concurrency: int = 2
-    """Runs at the same time in the worker."""
-    hang_s: float = 20.0
-    """A run that makes no progress for longer is taken for hung, and its worker is killed."""
-    body_bytes: int = 16 * 1024 * 1024
+    tensors: list[Tensor]
+    timing_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a ticket carries."""
+
+    graph: str
+    tensors: Sequence[Tensor]
+    outputs: tuple[str, ...] | None
+    answer: asyncio.Future[Answer]
 
 
 class Supervisor:
@@ -64,6 +69,7 @@ class Supervisor:
         self._in_flight = 2 * limits.concurrency  # one batch computes while the next is decoded
         self._ids = itertools.count(1)
         self._life: Life | None = None
+        self._watch = self._new_watch()
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
 
@@ -80,7 +86,7 @@ class Supervisor:
     @property
     def running(self) -> int:
         """Requests that the worker holds."""
-        return len(self._life.held) if self._life else 0
+        return len(self._watch)
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Spawn the first worker; `on_change` is called after each change of `health`."""
@@ -95,7 +101,7 @@ class Supervisor:
         tensors: Sequence[Tensor],
         *,
         outputs: tuple[str, ...] | None = None,
-        deadline_at: float = float("inf"),
+        deadline_at: float = NEVER,
         priority: int = DEFAULT_PRIORITY,
         source: str = "",
     ) -> Answer:
@@ -150,44 +156,34 @@ class Supervisor:
         # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
         most = self._in_flight + self._limits.concurrency
         try:
-            life = Life(most * (self._limits.body_bytes + wire.INLINE_BYTES))
+            life = Life(
+                most * (self._limits.body_bytes + wire.INLINE_BYTES), on_data=self._receive, on_end=self._hung_up
+            )
         except OSError as error:  # no memory, process or descriptor left: that may pass
             reason = f"no worker can be started: {error.strerror}"
             self._moved(Event.EXITED, reason)
             log.warning("worker_not_started", model=self.name, reason=reason)
             self._rearm()
             return
-        self._life = life
+        self._life, self._watch = life, self._new_watch()
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
-        self._loop.add_reader(life.sock, self._readable, life)
         self._loop.add_reader(life.output, self._log_output, life)
         data, _slots = wire.encode(self._order)
-        with contextlib.suppress(OSError):  # it died at once, as `_reap` is told
-            wire.send_with_fds(life.sock, data, [life.requests.fd, life.answers.fd])
+        life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
-    def _readable(self, life: Life) -> None:
-        while True:
-            try:
-                data = life.sock.recv(wire.MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data = b""
-            if not data:
-                if self.health.state is not State.STOPPED:
-                    life.process.kill()  # usually it is dying already; what hung up must not linger
-                self._disconnect(life)
-                return
-            try:
-                self._receive(life, data)
-            except Exception:  # what a broken worker says may be anything: it can take nobody but itself
-                log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
-                life.reason = "it sent what cannot be understood"
-                life.process.kill()
-                self._disconnect(life)
-                return
+    def _receive(self, life: Life, data: bytes) -> None:
+        try:
+            self._handle(life, data)
+        except Exception:  # what a broken worker says may be anything: it can take nobody but itself
+            log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
+            self._kill(life, "it sent what cannot be understood")
+
+    def _hung_up(self, life: Life) -> None:
+        if self.health.state is not State.STOPPED:
+            life.process.kill()  # usually it is dying already; what hung up must not linger
+        self._disconnect(life)
 
     def _log_output(self, life: Life) -> None:
         """Make log lines of what libraries in the worker print, so that the log stays one of JSON lines."""
@@ -196,10 +192,10 @@ class Supervisor:
         if life.silent:
             self._loop.remove_reader(life.output)
 
-    def _receive(self, life: Life, data: bytes) -> None:
+    def _handle(self, life: Life, data: bytes) -> None:
         message, payloads, slots = wire.decode(data, life.answers)
         if isinstance(message, wire.Done):
-            held = life.held.pop(message.id)
+            held = self._watch.leave(message.id, time.monotonic())
             # Copied out at once, so the worker's arena never fills up with answers.
             tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
             if slots:
@@ -212,7 +208,7 @@ class Supervisor:
             self._run_failed(life, message)
             self._pump()
         elif isinstance(message, wire.Progress):
-            life.held[message.id].alive_at = time.monotonic()
+            self._watch.heard(message.id, time.monotonic())
         elif isinstance(message, wire.Free):
             for slot in message.slots:
                 life.requests.free(Slot(*slot))
@@ -231,12 +227,12 @@ class Supervisor:
         error = error_from_name(message.error, message.message)
         if not isinstance(error, CallerError):
             log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
-        _refuse(life.held.pop(message.id).ticket, error)
+        _refuse(self._watch.leave(message.id, time.monotonic()).ticket, error)
 
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
         life = self._life
-        while life and not life.ended and self.health.state is State.READY and len(life.held) < self._in_flight:
+        while life and not life.ended and self.health.state is State.READY and len(self._watch) < self._in_flight:
             now = time.monotonic()
             ticket = self._schedule.next(now)
             if ticket is None:
@@ -251,60 +247,36 @@ class Supervisor:
             except TooLarge as error:
                 _refuse(ticket, error)
                 continue
-            life.held[ticket.id] = Held(ticket)
-            self._send_bytes(life, data)
-        for begun in itertools.islice(life.held.values() if life else (), self._limits.concurrency):
-            begun.began_at = min(begun.began_at, time.monotonic())
+            self._watch.take(ticket, now)
+            life.link.send(data)
         self._rearm()
 
     def _send(self, life: Life, message: wire.Message) -> None:
         data, _slots = wire.encode(message)
-        self._send_bytes(life, data)
+        life.link.send(data)
 
-    def _send_bytes(self, life: Life, data: bytes) -> None:
-        if life.backlog:
-            life.backlog.append(data)
-            return
-        try:
-            life.sock.send(data)
-        except BlockingIOError:
-            life.backlog.append(data)
-            self._loop.add_writer(life.sock, self._writable, life)
-        except OSError:
-            pass  # the worker is gone; its end of the socket says so to `_readable`
-
-    def _writable(self, life: Life) -> None:
-        while life.backlog:
-            try:
-                life.sock.send(life.backlog[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                life.backlog.clear()
-                break
-            life.backlog.popleft()
-        self._loop.remove_writer(life.sock)
+    def _kill(self, life: Life, reason: str) -> None:
+        """End a worker that is of no use any more; whoever waits for it is told at once."""
+        life.reason = reason
+        life.process.kill()
+        self._disconnect(life)
 
     def _disconnect(self, life: Life) -> None:
         """The worker's end is closed: whoever waits for it is told at once."""
-        if not life.connected:
-            return
-        self._loop.remove_reader(life.sock)
-        self._loop.remove_writer(life.sock)
-        life.sock.close()
-        lost, life.held = life.held, {}
-        for held in lost.values():
-            _refuse(held.ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
+        life.link.close()
+        for ticket in self._watch.clear():
+            _refuse(ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
 
     def _reap(self, life: Life) -> None:
         """The process has ended: take its exit status, close its memory, decide what comes next."""
         self._loop.remove_reader(life.pidfd)
         reason = life.wait()
-        if life.connected:
-            self._readable(life)  # its last words may still lie in the socket
+        if life.link.connected:
+            life.link.read()  # its last words may still lie in the socket
             reason = life.reason or reason
         self._disconnect(life)
-        self._log_output(life)
+        for _ in range(_OUTPUT_READS):
+            self._log_output(life)
         self._loop.remove_reader(life.output)
         life.close()
         self._life = None
@@ -323,40 +295,33 @@ class Supervisor:
             self._timer.cancel()
             self._timer = None
         moments = [ticket.deadline_at for ticket in self._schedule]
-        if self.health.state is State.WAITING:
-            moments.append(self.health.retry_at)
-        if self._life and self._life.connected:
-            if self.health.state is State.LOADING:
-                moments.append(self.health.since + LOAD_LIMIT_S)
-            for held in self._life.held.values():
-                moments.append(held.silent_since + self._limits.hang_s)
-                if not held.ticket.item.answer.done():
-                    moments.append(held.ticket.deadline_at)
-        if moments and min(moments) != float("inf"):
-            self._timer = self._loop.call_later(min(moments) - time.monotonic(), self._tick)
+        if not self._dying:
+            moments += [self.health.alarm_at, self._watch.next_at]
+        next_at = min(moments, default=NEVER)
+        if next_at != NEVER:
+            self._timer = self._loop.call_later(next_at - time.monotonic(), self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
         for ticket in self._schedule.expired(now):
             _refuse(ticket, DeadlineExceeded("the deadline passed while the request waited: allow more time"))
-        for held in self._life.held.values() if self._life else ():
-            if held.ticket.deadline_at <= now:
-                _refuse(held.ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
-        if self.health.state is State.WAITING and self.health.retry_at <= now:
+        for ticket in self._watch.overdue(now):
+            _refuse(ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
+        alarm = self.health.alarm_at <= now
+        if alarm and self.health.state is State.WAITING:
             self._moved(Event.DUE)
             self._spawn()
-            return
-        if self._life and self._hung(self._life, now):
-            self._life.reason = "it hung and was killed"
-            self._life.process.send_signal(signal.SIGKILL)
-            # Everything it held is lost; the timer must not fire for it again.
-            self._disconnect(self._life)
+        elif self._life and not self._dying and (alarm or self._watch.hung(now)):
+            self._kill(self._life, "it hung and was killed")
         self._rearm()
 
-    def _hung(self, life: Life, now: float) -> bool:
-        if self.health.state is State.LOADING:
-            return now >= self.health.since + LOAD_LIMIT_S
-        return any(now >= held.silent_since + self._limits.hang_s for held in life.held.values())
+    @property
+    def _dying(self) -> bool:
+        """Whether the worker can no longer be spoken to, but its exit is still to be seen."""
+        return self._life is not None and self._life.ended
+
+    def _new_watch(self) -> Watch[Work]:
+        return Watch(concurrency=self._limits.concurrency, hang_s=self._limits.hang_s)
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
+LOAD_LIMIT_S = 120.0
+"""A worker that is not ready by then is taken for hung."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 CALM_S = 10.0
@@ -61,6 +63,13 @@ class WorkerHealth:
     """When a waiting worker is started again."""
     reason: str = ""
     """Why it is not ready, for people."""
+
+    @property
+    def alarm_at(self) -> float:
+        """When something must be done though nothing was heard: a start that is due, or a load that takes too long."""
+        if self.state is State.WAITING:
+            return self.retry_at
+        return self.since + LOAD_LIMIT_S if self.state is State.LOADING else float("inf")
 
     def after(self, event: Event, now: float, reason: str = "") -> WorkerHealth:
         """The health after `event`; raises KeyError for an event that cannot happen in this state."""

@@ -12,7 +12,8 @@ from support import tiny
 
 from appliance import wire
 from appliance.core.health import State
-from appliance.supervisor import Limits, Supervisor
+from appliance.core.limits import Limits
+from appliance.supervisor import Supervisor
 
 pytestmark = pytest.mark.contract
 

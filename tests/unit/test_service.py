@@ -13,9 +13,9 @@ import pytest
 
 from appliance import wire
 from appliance.core.health import State, WorkerHealth
-from appliance.life import Answer
+from appliance.core.limits import Limits
 from appliance.service import Bundle, InferRequest, Service
-from appliance.supervisor import Limits
+from appliance.supervisor import Answer
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import ApplianceError, BadInput, Overloaded
 from models.spec import ModelSpec, Tensor, TensorSpec, pack_bytes
