@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from appliance import __version__, settings, wire
 from appliance.adapters import host, http, metrics
 from appliance.adapters.http1 import Http1
 from appliance.adapters.mqtt import Broker, Mqtt
-from appliance.adapters.notify import notify
+from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.core.limits import Limits
 from appliance.runtime.machine import machine
@@ -40,6 +41,11 @@ log = structlog.get_logger()
 
 _LEAST_GRACE_S = 1.0
 """What a worker always gets to end by itself."""
+_FEEDS = 3
+"""How often systemd's watchdog is fed in the time it waits."""
+_FLOAT = "fp32"
+_EVERYWHERE = "onnxruntime-cpu"
+"""The runtime that needs no accelerator, driver or compiled plan."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -98,6 +104,10 @@ async def _run(config: settings.Settings) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
+        hungry_s = watchdog_s()
+        if hungry_s is not None:
+            feeding = loop.create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
+            stack.callback(feeding.cancel)
         readiness = _Readiness(service)
         service.listeners.append(readiness)
         service.start()
@@ -169,7 +179,7 @@ def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
             msg = f"{path} is no file: give --onnx NAME=FILE an ONNX file"
             raise ConfigError(msg)
         order = wire.Open(name=name, runtime=config.runtime, onnx=str(path.resolve()), concurrency=limits.concurrency)
-        found.append(Bundle(order, limits, manifest=None, on_ready=lambda _ready: None))
+        found.append(Bundle([order], limits, manifest=None, on_ready=lambda _ready: None))
     names = [name for bundle in found for name in bundle.names]
     if len(set(names)) != len(names):
         msg = f"two models go by the same name: {', '.join(sorted(names))}"
@@ -208,7 +218,17 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         latency_ms=known,
         max_pixels=limits.picture_pixels,
     )
-    return Bundle(order, limits, manifest=manifest, on_ready=keep)
+    return Bundle(_ways(order, passed), limits, manifest=manifest, on_ready=keep)
+
+
+def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
+    """How a bundle may be opened: as ordered, then in float where that is another way, then without an accelerator."""
+    ways = [order]
+    if order.precision != _FLOAT and {_FLOAT} < precisions:
+        ways.append(replace(order, precision=_FLOAT))
+    if order.runtime != _EVERYWHERE:
+        ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
+    return ways
 
 
 def _broker(config: settings.Mqtt) -> Broker:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 
 from appliance.arena import Arena
+from appliance.core.faults import Fault
 from appliance.link import Link
 
 _OUTPUT_BYTES = 16 * 1024
@@ -56,6 +57,8 @@ class Life:
             undo.pop_all()
         self.link = Link(ours, on_data=lambda data: on_data(self, data), on_end=lambda: on_end(self))
         os.set_blocking(self.output.fileno(), False)
+        self.fault = Fault.CRASH
+        """What it will end of, where it has said so."""
         self.reason = ""
         """Why it will end, where that is known before."""
         self.silent = False
@@ -84,9 +87,12 @@ class Life:
     def wait(self) -> str:
         """Take the exit status of a process that has ended; why it ended, for people."""
         status = self.process.wait()
-        if self.reason:
-            return self.reason
-        return f"it was ended by {signal.Signals(-status).name}" if status < 0 else f"it exited with status {status}"
+        if status >= 0:
+            return f"it exited with status {status}"
+        try:
+            return f"it was ended by {signal.Signals(-status).name}"
+        except ValueError:  # one of the many without a name
+            return f"it was ended by signal {-status}"
 
     def close(self) -> None:
         """Give everything back; only after the process was reaped."""

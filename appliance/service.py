@@ -13,7 +13,8 @@ import orjson
 
 from appliance import __version__, wire
 from appliance.core.command import Command, CommandResult
-from appliance.core.health import State
+from appliance.core.faults import Fault
+from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.supervisor import Supervisor
@@ -90,16 +91,16 @@ class Bundle:
 
     def __init__(
         self,
-        order: wire.Open,
+        ways: Sequence[wire.Open],
         limits: Limits,
         *,
         manifest: Manifest | None,
         on_ready: Callable[[wire.Ready], None],
     ) -> None:
-        """Serve `order`; `manifest` is None for a bare ONNX file."""
-        self.name, self.manifest = order.name, manifest
-        self.digest = order.digest or None
-        self.supervisor = Supervisor(order, limits, on_ready=on_ready)
+        """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file."""
+        self.name, self.manifest = ways[0].name, manifest
+        self.digest = ways[0].digest or None
+        self.supervisor = Supervisor(ways, limits, on_ready=on_ready)
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
         self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: wire.BARE_GRAPH}
@@ -170,7 +171,8 @@ class Bundle:
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
-        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, None)
+        degraded = self.supervisor.health.degraded or None
+        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms)
 
 
@@ -208,6 +210,11 @@ class Service:
     def settled(self) -> bool:
         """Whether no model is loading: each has proven itself, or waits after a failure."""
         return all(bundle.supervisor.health.state is not State.LOADING for bundle in self._bundles)
+
+    @property
+    def failed(self) -> str:
+        """Why the daemon should be started anew; empty while it does its work."""
+        return failed(self._healths, time.monotonic())
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""
@@ -257,10 +264,15 @@ class Service:
             "appliance": __version__,
             "uptime_s": round(time.monotonic() - self._started, 1),
             "ready": self.ready,
+            "reboot_wanted": next((health.reboot_wanted for health in self._healths if health.reboot_wanted), None),
             "models": [_model_status(bundle) for bundle in self._bundles],
             "workers": [_worker_status(bundle) for bundle in self._bundles],
             **self._facts(),
         }
+
+    @property
+    def _healths(self) -> list[WorkerHealth]:
+        return [bundle.supervisor.health for bundle in self._bundles]
 
     def _tell(self) -> None:
         for listener in self.listeners:
@@ -329,6 +341,7 @@ def _model_status(bundle: Bundle) -> dict[str, Any]:
         "takes_pictures": bundle.takes_pictures(bundle.name),
         "ready": not bundle.unready,
         "reason": bundle.unready or None,
+        "degraded": bundle.supervisor.health.degraded or None,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
         "waiting": bundle.supervisor.waiting,
@@ -344,4 +357,18 @@ def _worker_status(bundle: Bundle) -> dict[str, Any]:
         "version": bundle.version,
         "state": health.state.value,
         "restarts": health.restarts,
+        "cause": health.cause.value if health.cause else None,
+        "rung": health.rung.value if health.rung else None,
+        "skipped_rungs": [rung.value for rung in health.missing],
+        "faults": _by_name(health.fault_counts),
+        "restarts_by_cause": _by_name(health.restart_counts),
+        "rungs": _by_name(health.rung_counts),
+        "recoveries": {
+            cause.value: {"count": spent.count, "total_s": round(spent.total_s, 3), "last_s": round(spent.last_s, 3)}
+            for cause, spent in health.recoveries.items()
+        },
     }
+
+
+def _by_name(counts: Mapping[Fault, int] | Mapping[Rung, int]) -> dict[str, int]:
+    return {kind.value: count for kind, count in counts.items()}

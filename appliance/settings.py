@@ -74,6 +74,11 @@ class Limits(_Part):
     concurrency: int = Field(default=_LIMITS.concurrency, gt=0, le=64, description="runs at the same time in a worker")
     hang_s: float = Field(default=_LIMITS.hang_s, gt=0, description="a run silent for longer is taken for hung")
     picture_pixels: int = Field(default=_LIMITS.picture_pixels, gt=0, description="larger pictures are refused unread")
+    prove_idle_s: float = Field(
+        default=_LIMITS.prove_idle_s, gt=0, description="an idle worker answers a golden vector again after this"
+    )
+    calm_s: float = Field(default=_LIMITS.calm_s, gt=0, description="faults are forgiven after this long without one")
+    quarantine_s: float = Field(default=_LIMITS.quarantine_s, gt=0, description="what cannot load is tried this rarely")
 
 
 class Clock(_Part):

@@ -1,7 +1,7 @@
 """Keeps one worker process alive and hands it work.
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
-and `core.watch`; this file performs it: spawn, send, receive, kill, reap, and wake up in time.
+and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
 from appliance import wire
 from appliance.arena import ArenaFullError, Slot
-from appliance.core.health import Event, State, WorkerHealth
+from appliance.core.faults import Fault, classify, cuda_code
+from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, WorkerHealth
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
 from appliance.core.watch import NEVER, Watch
 from appliance.life import Life
 from models.errors import (
-    CallerError,
     DeadlineExceeded,
     NotReady,
     Overloaded,
@@ -34,6 +34,8 @@ from models.spec import Tensor
 
 log = structlog.get_logger()
 
+_LINGER_S = 0.5
+"""A worker that has hung up may take this long to end by itself, so that its own reason is seen."""
 _OUTPUT_READS = 4
 """As much as a pipe holds: what a worker has left behind when it is gone."""
 
@@ -59,17 +61,31 @@ class Work:
 class Supervisor:
     """The daemon's end of one worker."""
 
-    def __init__(self, order: wire.Open, limits: Limits, *, on_ready: Callable[[wire.Ready], None]) -> None:
-        """Serve the model of `order`; `on_ready` is told each time a worker has proven itself."""
-        self.name = order.name
+    def __init__(
+        self,
+        ways: Sequence[wire.Open],
+        limits: Limits,
+        *,
+        on_ready: Callable[[wire.Ready], None],
+        rebuild: Callable[[wire.Open], Coroutine[None, None, None]] | None = None,
+    ) -> None:
+        """Serve one model, opened in the first of `ways`; the others are what it falls back to, in that order.
+
+        `on_ready` is told each time a worker has proven itself. `rebuild` makes the engines of the model again,
+        and raises ApplianceError when it cannot; None where there are no engines.
+        """
+        self.name = ways[0].name
         self.ready: wire.Ready | None = None
-        self.health = WorkerHealth()
-        self._order, self._limits, self._on_ready = order, limits, on_ready
+        self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
+        self._patience = Patience(limits.calm_s, limits.quarantine_s)
+        self.health = WorkerHealth(patience=self._patience)
         self._schedule: Schedule[Work] = Schedule(capacity=limits.queue)
         self._in_flight = 2 * limits.concurrency  # one batch computes while the next is decoded
         self._ids = itertools.count(1)
         self._life: Life | None = None
         self._watch = self._new_watch()
+        self._proof: int | None = None
+        self._building: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
 
@@ -92,7 +108,7 @@ class Supervisor:
         """Spawn the first worker; `on_change` is called after each change of `health`."""
         self._loop = asyncio.get_running_loop()
         self._on_change = on_change
-        self.health = WorkerHealth(since=time.monotonic())
+        self.health = WorkerHealth(since=time.monotonic(), patience=self._patience)
         self._spawn()
 
     async def submit(
@@ -112,9 +128,9 @@ class Supervisor:
         """
         if self.health.state is State.STOPPED:
             raise NotReady("the appliance is stopping: retry when it is back")
-        if self.health.state is State.WAITING and self.health.faults > 1:
-            raise self._not_ready()
         now = time.monotonic()
+        if self.health.refuses:
+            raise self._not_ready(now)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         work = Work(graph, tensors, outputs, answer)
         ticket = Ticket(next(self._ids), work, now, deadline_at, priority, source)
@@ -135,6 +151,8 @@ class Supervisor:
             _refuse(ticket, NotReady("the appliance is stopping: retry when it is back"))
         if self._timer:
             self._timer.cancel()
+        if self._building:
+            self._building.cancel()
         if self._life is None:
             return
         self._send(self._life, wire.Stop())
@@ -145,12 +163,66 @@ class Supervisor:
             self._life.process.kill()
             await self._gone.wait()
 
-    def _moved(self, event: Event, reason: str = "") -> None:
-        self.health = self.health.after(event, time.monotonic(), reason)
+    def renew(self) -> None:
+        """Start the model as it was meant to be, all faults forgiven; work in hand is answered first."""
+        if self.health.state is State.STOPPED:
+            return
+        if self._building:
+            self._building.cancel()
+        loading = self.health.state is State.LOADING
+        self.health = self.health.renewed(time.monotonic())
+        if self._life and not self._life.ended:
+            self._send(self._life, wire.Stop())
+            self._loop.call_later(0 if loading else self._limits.hang_s, self._life.process.kill)
+        self._on_change()
+        self._rearm()
+
+    def _moved(self, event: Event) -> None:
+        self.health = self.health.after(event, time.monotonic())
         self._on_change()
 
-    def _not_ready(self) -> NotReady:
-        return NotReady(f"model {self.name!r} restarts after a fault ({self.health.reason}): retry shortly")
+    def _struck(self, fault: Fault, reason: str) -> None:
+        """Note a fault and what will be tried against it; tell those who would wait in vain."""
+        now = time.monotonic()
+        code = cuda_code(reason)
+        able = {rung for rung, exists in self._rungs.items() if exists}
+        self.health = health = self.health.struck(fault, now, reason, able=able)
+        log.warning(
+            "worker_fault",
+            model=self.name,
+            pid=self.pid,
+            fault=fault.value,
+            reason=reason,
+            rung=health.rung.value if health.rung else "quarantine",
+            skipped=[rung.value for rung in health.missing] or None,
+            in_s=round(health.retry_at - now, 3),
+            **({} if code is None else {"cuda_error": code}),
+        )
+        if health.reboot_wanted:
+            log.error("reboot_wanted", model=self.name, reason=reason)
+        if health.refuses:
+            for ticket in self._schedule.drain():
+                _refuse(ticket, self._not_ready(now))
+        self._on_change()
+
+    @property
+    def _rungs(self) -> Mapping[Rung, bool]:
+        """Which rungs of the ladder exist now, besides those that exist everywhere."""
+        return {
+            Rung.RETRY: self._life is not None and not self._life.ended,
+            Rung.REBUILD: self._rebuild is not None,
+            Rung.FALL_BACK: self.health.way + 1 < len(self._ways),
+        }
+
+    def _not_ready(self, now: float) -> NotReady:
+        health, what = self.health, f"model {self.name!r}"
+        if health.state is State.QUARANTINED:
+            wait_s = max(health.retry_at - now, 1.0)
+            why = f"{what} is quarantined after {health.faults} faults ({health.reason})"
+            return NotReady(f"{why}: repair it, it is tried again in {wait_s:.0f} s", wait_s)
+        if health.state is State.BUILDING:
+            return NotReady(f"the engine of {what} is built again after a fault ({health.reason}): retry later", 30.0)
+        return NotReady(f"{what} restarts after a fault ({health.reason}): retry shortly")
 
     def _spawn(self) -> None:
         # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
@@ -160,16 +232,14 @@ class Supervisor:
                 most * (self._limits.body_bytes + wire.INLINE_BYTES), on_data=self._receive, on_end=self._hung_up
             )
         except OSError as error:  # no memory, process or descriptor left: that may pass
-            reason = f"no worker can be started: {error.strerror}"
-            self._moved(Event.EXITED, reason)
-            log.warning("worker_not_started", model=self.name, reason=reason)
+            self._struck(Fault.CRASH, f"no worker can be started: {error.strerror}")
             self._rearm()
             return
-        self._life, self._watch = life, self._new_watch()
+        self._life, self._watch, self._proof = life, self._new_watch(), None
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        data, _slots = wire.encode(self._order)
+        data, _slots = wire.encode(self._ways[self.health.way])
         life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
@@ -178,11 +248,11 @@ class Supervisor:
             self._handle(life, data)
         except Exception:  # what a broken worker says may be anything: it can take nobody but itself
             log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
-            self._kill(life, "it sent what cannot be understood")
+            self._kill(life, Fault.CRASH, "it sent what cannot be understood")
 
     def _hung_up(self, life: Life) -> None:
         if self.health.state is not State.STOPPED:
-            life.process.kill()  # usually it is dying already; what hung up must not linger
+            self._loop.call_later(_LINGER_S, life.process.kill)  # usually it is dying already
         self._disconnect(life)
 
     def _log_output(self, life: Life) -> None:
@@ -195,14 +265,11 @@ class Supervisor:
     def _handle(self, life: Life, data: bytes) -> None:
         message, payloads, slots = wire.decode(data, life.answers)
         if isinstance(message, wire.Done):
-            held = self._watch.leave(message.id, time.monotonic())
             # Copied out at once, so the worker's arena never fills up with answers.
             tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
             if slots:
                 self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
-            if not held.ticket.item.answer.done():
-                held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
+            self._answered(message, tensors)
             self._pump()
         elif isinstance(message, wire.Error):
             self._run_failed(life, message)
@@ -215,19 +282,48 @@ class Supervisor:
         elif isinstance(message, wire.Ready):
             self.ready = message
             # The next worker need not measure again what this one has.
-            self._order = replace(self._order, latency_ms={**self._order.latency_ms, **message.latency_ms})
+            self._ways = [replace(way, latency_ms={**way.latency_ms, **message.latency_ms}) for way in self._ways]
+            self._watch.rest(time.monotonic())
             self._moved(Event.BECAME_READY)
             log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
             self._on_ready(message)
             self._pump()
         elif isinstance(message, wire.Failed):
-            life.reason = message.message
+            life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
+
+    def _answered(self, message: wire.Done, tensors: list[Tensor]) -> None:
+        now = time.monotonic()
+        held = self._watch.leave(message.id, now)
+        if message.id == self._proof:
+            self._proof = None
+            self._moved(Event.PROVEN)
+        timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
+        if not held.ticket.item.answer.done():
+            held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
 
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)
-        if not isinstance(error, CallerError):
+        fault, now = classify(error), time.monotonic()
+        _refuse(self._watch.leave(message.id, now).ticket, error)
+        if message.id == self._proof:
+            fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
+            self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
+        elif fault is not Fault.BAD_INPUT:
             log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
-        _refuse(self._watch.leave(message.id, time.monotonic()).ticket, error)
+            if fault not in DOUBTFUL:
+                self._kill(life, fault, message.message)
+            elif self._proof is None and self.health.worth_proving(fault, now):
+                self._struck(fault, message.message)
+                self._prove(life)
+
+    def _prove(self, life: Life) -> None:
+        """Ask the worker to answer its golden vectors among its other work."""
+        self._proof = next(self._ids)
+        now = time.monotonic()
+        proof = Work("", (), None, self._loop.create_future())
+        proof.answer.add_done_callback(lambda done: done.exception())  # nobody else waits for it
+        self._watch.take(Ticket(self._proof, proof, now, NEVER), now)
+        self._send(life, wire.Prove(self._proof))
 
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
@@ -255,11 +351,11 @@ class Supervisor:
         data, _slots = wire.encode(message)
         life.link.send(data)
 
-    def _kill(self, life: Life, reason: str) -> None:
+    def _kill(self, life: Life, fault: Fault, reason: str) -> None:
         """End a worker that is of no use any more; whoever waits for it is told at once."""
-        life.reason = reason
         life.process.kill()
         self._disconnect(life)
+        self._struck(fault, reason)
 
     def _disconnect(self, life: Life) -> None:
         """The worker's end is closed: whoever waits for it is told at once."""
@@ -270,23 +366,19 @@ class Supervisor:
     def _reap(self, life: Life) -> None:
         """The process has ended: take its exit status, close its memory, decide what comes next."""
         self._loop.remove_reader(life.pidfd)
-        reason = life.wait()
+        ended_by = life.wait()
         if life.link.connected:
             life.link.read()  # its last words may still lie in the socket
-            reason = life.reason or reason
         self._disconnect(life)
         for _ in range(_OUTPUT_READS):
             self._log_output(life)
         self._loop.remove_reader(life.output)
         life.close()
+        if self.health.state in UP:  # otherwise it was meant to end
+            self._struck(life.fault, life.reason or ended_by)
         self._life = None
         self._gone.set()
-        self._moved(Event.EXITED, reason)
-        if self.health.state is State.WAITING:
-            log.warning("worker_exited", model=self.name, pid=life.process.pid, reason=reason)
-            if self.health.faults > 1:
-                for ticket in self._schedule.drain():
-                    _refuse(ticket, self._not_ready())
+        self._on_change()
         self._rearm()
 
     def _rearm(self) -> None:
@@ -294,9 +386,11 @@ class Supervisor:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        moments = [ticket.deadline_at for ticket in self._schedule]
-        if not self._dying:
-            moments += [self.health.alarm_at, self._watch.next_at]
+        moments = [ticket.deadline_at for ticket in self._schedule] + [self._watch.deadline_at]
+        if self._life is None:
+            moments.append(self.health.alarm_at)
+        elif self._attended:
+            moments += [self.health.alarm_at, self._watch.alarm_at]
         next_at = min(moments, default=NEVER)
         if next_at != NEVER:
             self._timer = self._loop.call_later(next_at - time.monotonic(), self._tick)
@@ -308,20 +402,47 @@ class Supervisor:
         for ticket in self._watch.overdue(now):
             _refuse(ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
         alarm = self.health.alarm_at <= now
-        if alarm and self.health.state is State.WAITING:
-            self._moved(Event.DUE)
-            self._spawn()
-        elif self._life and not self._dying and (alarm or self._watch.hung(now)):
-            self._kill(self._life, "it hung and was killed")
+        if self._life is None and alarm:
+            self._begin()
+        elif self._life and self._attended:
+            if alarm or self._watch.hung(now):
+                self._kill(self._life, Fault.HANG, "it hung and was killed")
+            elif self.health.state is State.READY and self._watch.idle(now):
+                self._prove(self._life)
         self._rearm()
 
     @property
-    def _dying(self) -> bool:
-        """Whether the worker can no longer be spoken to, but its exit is still to be seen."""
-        return self._life is not None and self._life.ended
+    def _attended(self) -> bool:
+        """Whether there is a worker that must be watched; not one that was told to end, or is ending."""
+        return self._life is not None and not self._life.ended and self.health.state in UP
+
+    def _begin(self) -> None:
+        """Start the next worker, after its engines were built again where that is the step to take."""
+        if self._building:
+            self._building.cancel()  # it has taken too long
+        elif self._rebuild and self.health.rung is Rung.REBUILD and self.health.state is State.WAITING:
+            self._moved(Event.BUILD)
+            self._building = asyncio.ensure_future(self._rebuild(self._ways[self.health.way]))
+            self._building.add_done_callback(self._built)
+        else:
+            self._moved(Event.DUE)
+            self._spawn()
+
+    def _built(self, building: asyncio.Future[None]) -> None:
+        self._building = None
+        if self.health.state is not State.BUILDING:
+            return  # it was given up because something else is wanted
+        if building.cancelled() or building.exception():
+            why = "it took too long" if building.cancelled() else building.exception()
+            self._struck(Fault.PLAN_REFUSED, f"the engine could not be built again: {why}")
+        else:
+            self._moved(Event.DUE)
+            self._spawn()
+        self._rearm()
 
     def _new_watch(self) -> Watch[Work]:
-        return Watch(concurrency=self._limits.concurrency, hang_s=self._limits.hang_s)
+        limits = self._limits
+        return Watch(concurrency=limits.concurrency, hang_s=limits.hang_s, idle_s=limits.prove_idle_s)
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

@@ -19,3 +19,9 @@ class Limits:
     """Larger pictures are refused before they are decoded."""
     body_bytes: int = 16 * 1024 * 1024
     """Largest request."""
+    prove_idle_s: float = 60.0
+    """A worker that nothing was asked of for so long answers a golden vector again."""
+    calm_s: float = 10.0
+    """A worker that stayed up this long has its earlier faults forgiven."""
+    quarantine_s: float = 600.0
+    """A quarantined model is tried again after this."""

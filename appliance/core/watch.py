@@ -2,6 +2,7 @@
 
 Pure: times are monotonic seconds handed in. A worker begins requests in the order in which it got
 them, a few at a time; the clock of a hang starts when a request begins, not when it was handed over.
+A proof on a golden vector is held like a request.
 """
 
 from __future__ import annotations
@@ -38,9 +39,13 @@ class Held(Generic[T]):
 class Watch(Generic[T]):
     """The requests that one worker holds, by ticket id."""
 
-    def __init__(self, *, concurrency: int, hang_s: float) -> None:
-        """Watch a worker that runs `concurrency` requests at a time, each of which may be silent for `hang_s`."""
-        self._concurrency, self._hang_s = concurrency, hang_s
+    def __init__(self, *, concurrency: int, hang_s: float, idle_s: float = NEVER) -> None:
+        """Watch a worker that runs `concurrency` requests at a time, each of which may be silent for `hang_s`.
+
+        It is idle after `idle_s` without a request, counted from `rest`.
+        """
+        self._concurrency, self._hang_s, self._idle_s = concurrency, hang_s, idle_s
+        self._rests_at = NEVER
         self._held: dict[int, Held[T]] = {}
 
     def __len__(self) -> int:
@@ -50,6 +55,10 @@ class Watch(Generic[T]):
     def __iter__(self) -> Iterator[Held[T]]:
         """What it holds, in the order handed over."""
         return iter(list(self._held.values()))
+
+    def rest(self, now: float) -> None:
+        """The worker is ready, or was asked something: it is not idle yet."""
+        self._rests_at = now
 
     def take(self, ticket: Ticket[T], now: float) -> None:
         """The worker was handed `ticket`."""
@@ -64,6 +73,7 @@ class Watch(Generic[T]):
         """The worker has answered one; raises KeyError when it holds no such ticket."""
         held = self._held.pop(ticket_id)
         self._begin(now)
+        self.rest(now)
         return held
 
     def clear(self) -> list[Ticket[T]]:
@@ -83,12 +93,21 @@ class Watch(Generic[T]):
         """Whether the worker was silent about a begun request for too long."""
         return any(now >= held.silent_since + self._hang_s for held in self._held.values())
 
+    def idle(self, now: float) -> bool:
+        """Whether nothing was asked of the worker for so long that it should prove itself again."""
+        return not self._held and now >= self._rests_at + self._idle_s
+
     @property
-    def next_at(self) -> float:
-        """The moment at which `overdue` or `hung` may say something new; `NEVER` when nothing is held."""
-        hangs = (held.silent_since + self._hang_s for held in self._held.values())
-        deadlines = (held.ticket.deadline_at for held in self._held.values() if not held.told)
-        return min((*hangs, *deadlines), default=NEVER)
+    def deadline_at(self) -> float:
+        """The next moment at which `overdue` says something; `NEVER` when there is none."""
+        return min((held.ticket.deadline_at for held in self._held.values() if not held.told), default=NEVER)
+
+    @property
+    def alarm_at(self) -> float:
+        """The moment from which it is `hung` or `idle` unless something is heard before."""
+        if not self._held:
+            return self._rests_at + self._idle_s
+        return min(held.silent_since for held in self._held.values()) + self._hang_s
 
     def _begin(self, now: float) -> None:
         for held in islice(self._held.values(), self._concurrency):

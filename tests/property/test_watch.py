@@ -16,6 +16,7 @@ from appliance.core.watch import NEVER, Watch
 pytestmark = pytest.mark.property
 
 HANG_S = 5.0
+IDLE_S = 7.0
 
 
 @dataclass(slots=True)
@@ -33,7 +34,8 @@ class WatchMachine(RuleBasedStateMachine):
     @initialize(concurrency=st.integers(1, 3))
     def start(self, concurrency: int) -> None:
         self.concurrency = concurrency
-        self.watch: Watch[str] = Watch(concurrency=concurrency, hang_s=HANG_S)
+        self.watch: Watch[str] = Watch(concurrency=concurrency, hang_s=HANG_S, idle_s=IDLE_S)
+        self.rests_at: float | None = None
         self.ids = itertools.count(1)
         self.now = 100.0
         self.held: list[Run] = []
@@ -50,6 +52,11 @@ class WatchMachine(RuleBasedStateMachine):
         self.held.append(Run(ticket))
         self.begin()
 
+    @rule()
+    def becomes_ready(self) -> None:
+        self.watch.rest(self.now)
+        self.rests_at = self.now
+
     @rule(seconds=st.integers(0, 4))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
@@ -60,6 +67,7 @@ class WatchMachine(RuleBasedStateMachine):
         run = data.draw(st.sampled_from(self.held))
         assert self.watch.leave(run.ticket.id, self.now).ticket is run.ticket
         self.held.remove(run)
+        self.rests_at = self.now
         self.begin()
         with pytest.raises(KeyError):
             self.watch.leave(run.ticket.id, self.now)
@@ -92,13 +100,22 @@ class WatchMachine(RuleBasedStateMachine):
         assert len(self.watch) == len(self.held)
 
     @invariant()
+    def a_worker_is_idle_exactly_when_nothing_was_asked_of_it_for_long(self) -> None:
+        if not hasattr(self, "held"):
+            return
+        idle = not self.held and self.rests_at is not None and self.now - self.rests_at >= IDLE_S
+        assert self.watch.idle(self.now) is idle
+
+    @invariant()
     def nothing_new_happens_before_the_next_moment_and_something_does_at_it(self) -> None:
         if not hasattr(self, "held"):
             return
-        next_at = self.watch.next_at
-        untold = [run.ticket.deadline_at for run in self.held if not run.told]
+        assert self.watch.deadline_at == min(
+            (run.ticket.deadline_at for run in self.held if not run.told), default=NEVER
+        )
+        rests = [] if self.held or self.rests_at is None else [self.rests_at + IDLE_S]
         hangs = [run.heard_at + HANG_S for run in self.held if run.heard_at is not None]
-        assert next_at == min([*untold, *hangs], default=NEVER)
+        assert self.watch.alarm_at == min([*rests, *hangs], default=NEVER)
 
 
 TestWatch = WatchMachine.TestCase
@@ -118,4 +135,4 @@ def test_requests_that_only_wait_their_turn_are_never_taken_for_hung(
         assert not watch.hung(now)
         for i in range(first, min(first + concurrency, count)):
             watch.leave(i, now)
-    assert watch.next_at == NEVER
+    assert watch.alarm_at == NEVER
