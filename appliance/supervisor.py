@@ -86,6 +86,7 @@ class Supervisor:
         self._watch = self._new_watch()
         self._proof: int | None = None
         self._building: asyncio.Future[None] | None = None
+        self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
 
@@ -177,6 +178,26 @@ class Supervisor:
         self._on_change()
         self._rearm()
 
+    def sabotage(self, fault: str, amount: float) -> None:
+        """Fault injection: break the worker (see `wire.Break`), or spoil its next load with "corrupt-plan".
+
+        "none" makes it whole, and the model as it was meant to be. Raises NotReady when there is no worker to break.
+        """
+        if fault == "corrupt-plan":
+            self._spoiled = True
+            self.renew()
+            return
+        if self._life and self._attended:
+            self._send(self._life, wire.Break(fault, amount))
+        elif fault != "none":
+            raise self._not_ready(time.monotonic())
+        if fault != "none":
+            return
+        if self.health.degraded or self.health.refuses:
+            self.renew()
+        else:
+            self.health = self.health.forgiven()
+
     def _moved(self, event: Event) -> None:
         self.health = self.health.after(event, time.monotonic())
         self._on_change()
@@ -195,7 +216,7 @@ class Supervisor:
             reason=reason,
             rung=health.rung.value if health.rung else "quarantine",
             skipped=[rung.value for rung in health.missing] or None,
-            in_s=round(health.retry_at - now, 3),
+            in_s=None if health.state is State.READY else round(health.retry_at - now, 3),
             **({} if code is None else {"cuda_error": code}),
         )
         if health.reboot_wanted:
@@ -239,7 +260,8 @@ class Supervisor:
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        data, _slots = wire.encode(self._ways[self.health.way])
+        data, _slots = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
+        self._spoiled = False
         life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 

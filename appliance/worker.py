@@ -75,6 +75,10 @@ class Worker:
                 self._work.put((message, wire.join(message.tensors, payloads), slots))
             elif isinstance(message, wire.Prove):
                 self._work.put((message, [], []))
+            elif isinstance(message, wire.Break):
+                if message.fault == "crash":
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                self._model.break_(message.fault, message.amount)
             elif isinstance(message, wire.Free):
                 with self._freed:
                     for slot in message.slots:
