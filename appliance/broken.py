@@ -24,6 +24,11 @@ class BrokenSession:
         self._fault, self._amount = fault, amount
         self._leaked: list[Array] = []
 
+    @property
+    def leaked_bytes(self) -> int:
+        """What it keeps for nothing."""
+        return sum(array.nbytes for array in self._leaked)
+
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """See `Session.run`, except for what is broken."""
         if self._fault == "hang":

@@ -17,11 +17,13 @@ from typing import Any
 
 import httpx
 
+from appliance.core.health import Rung
 from models.errors import ApplianceError
 
 PICTURE = Path(__file__).parent / "web" / "drill.png"
 """One line of text, for models that take pictures."""
 
+_WRONG = "a wrong answer"
 _PAUSE_S = 0.02
 _LONGEST_S = 300.0
 """No recovery may take longer: five minutes are what the product promises at most."""
@@ -108,7 +110,8 @@ class Drill:
             raise ApplianceError(msg)
         started = time.monotonic()
         self._right = self._ask()[1]
-        self._allowed_s = max(1.0, 3 * (time.monotonic() - started))
+        usual_s = time.monotonic() - started
+        self._allowed_s, self._late_s = max(1.0, 3 * usual_s), 0.25 + 3 * usual_s
 
     def run(self) -> Iterator[Result]:
         """Inject one fault after the other; each is mended before its result is given."""
@@ -125,20 +128,24 @@ class Drill:
     def _play(self, act: Act) -> Result:
         before, worker = self._worker(), self._worker()
         bad: Counter[str] = Counter()
+        latest_s = 0.0
         found_by_daemon = act.cause and act.fault != "leak"
         limit_s = _LONGEST_S if found_by_daemon else act.lasts_s + 2 * self._allowed_s + _LONGEST_S / 10
         back_s, broken, ended_s = 0.0, False, 0.0
         started = time.monotonic()
         self._inject(act, _LONGEST_S if found_by_daemon else act.lasts_s)
         while ended_s < limit_s:
+            asked_s = time.monotonic() - started
             what, answer = self._ask(self._allowed_s if act.fault == "slow" else None)
             ended_s = time.monotonic() - started
             if what != "200":
                 bad[what] += 1
             elif not self._is_right(answer):
-                bad["a wrong answer"] += 1
+                bad[_WRONG] += 1
             else:
-                back_s, broken = (ended_s, False) if broken else (back_s, False)
+                late = act.cause != "" and ended_s - asked_s > self._late_s  # it waited for the recovery
+                latest_s = max(latest_s, ended_s - asked_s if late else 0.0)
+                back_s, broken = (ended_s if broken or late else back_s), False
                 worker = self._worker()
                 found = worker["faults"] != before["faults"] and worker["state"] == "ready"
                 if found or (not found_by_daemon and ended_s > act.lasts_s + _SETTLES_S and self._broker_is_back()):
@@ -149,9 +156,11 @@ class Drill:
             time.sleep(act.pause_s)
         if act.fault == "broker-loss":
             back_s = ended_s
-        return _judged(
-            act, bad, None if broken else back_s, _new(before, worker, "faults"), _new(before, worker, "rungs")
-        )
+        answers = [f"{count} x {what}" for what, count in bad.items()]
+        if latest_s:
+            answers.append(f"right after {latest_s:.2f} s")
+        known = sorted(_new(before, worker, "rungs"), key=[rung.value for rung in Rung].index)
+        return _judged(act, answers, None if broken else back_s, _new(before, worker, "faults"), known)
 
     def _mend(self) -> None:
         """Restore everything, and see it restored."""
@@ -234,24 +243,24 @@ class Drill:
         return not self._has_broker or bool(self._status()["mqtt"]["connected"])
 
 
-def _judged(act: Act, bad: Mapping[str, int], back_s: float | None, faults: str, rungs: str) -> Result:
+def _judged(act: Act, bad: Sequence[str], back_s: float | None, faults: Sequence[str], rungs: Sequence[str]) -> Result:
     """The result of an act from what callers saw and what the daemon says that it found and did."""
-    answers = ", ".join(f"{count} x {what}" for what, count in bad.items()) or "all right"
-    detected = " -> ".join(part for part in (faults, rungs) if part)
+    answers = ", ".join(bad) or "all right"
+    detected = " -> ".join([", ".join(faults), *rungs]) if faults else "-"
     if back_s is None:
-        return Result(act.fault, act.means, detected or "-", answers, None, "failed", "no right answer came any more")
+        return Result(act.fault, act.means, detected, answers, None, "failed", "no right answer came any more")
     back_s = round(back_s, 3)
-    if "a wrong answer" in bad:
-        return Result(act.fault, act.means, detected or "-", answers, back_s, "failed", "callers got a wrong answer")
+    if _WRONG in answers:
+        return Result(act.fault, act.means, detected, answers, back_s, "failed", "callers got a wrong answer")
     if act.cause and act.cause not in faults:
-        return Result(act.fault, act.means, detected or "-", answers, back_s, "not caught", f"expected: {act.cause}")
+        return Result(act.fault, act.means, detected, answers, None, "not caught", f"expected was {act.cause}")
     if act.fault == "slow":
         detected = "the caller's deadline"
     elif act.fault == "broker-loss":
         detected = "the MQTT connection"
     verdict = "recovered" if bad or act.cause or act.fault == "broker-loss" else "not felt"
-    return Result(act.fault, act.means, detected or "-", answers, back_s, verdict)
+    return Result(act.fault, act.means, detected, answers, back_s, verdict)
 
 
-def _new(before: Mapping[str, Any], after: Mapping[str, Any], counts: str) -> str:
-    return ", ".join(name for name, count in after[counts].items() if count > before[counts].get(name, 0))
+def _new(before: Mapping[str, Any], after: Mapping[str, Any], counts: str) -> list[str]:
+    return [name for name, count in after[counts].items() if count > before[counts].get(name, 0)]

@@ -1,4 +1,4 @@
-"""Fault injection: off unless wanted, whole again afterwards, and the drill that shows how each fault is recovered from."""
+"""Fault injection: off unless wanted, whole again afterwards, and a drill that shows how each is recovered from."""
 
 from __future__ import annotations
 
