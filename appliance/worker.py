@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.gauge import Meter
 from models.errors import ApplianceError, ModelError
 from models.spec import Payload, Tensor
 
@@ -32,6 +33,8 @@ _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _PR_SET_PDEATHSIG = 1
 
+_Job: TypeAlias = "tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]]"
+
 
 class Worker:
     """The loop around a model: one thread reads the socket, a few run the work."""
@@ -41,9 +44,8 @@ class Worker:
         self._sock = sock
         self._sending = threading.Lock()
         self._freed = threading.Condition()
-        self._work: queue.SimpleQueue[tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._meter = Meter()
 
     def serve(self) -> int:
         """Open the model and answer until told to stop; the exit status of the process."""
@@ -57,6 +59,8 @@ class Worker:
             from appliance.model import Model  # noqa: PLC0415
 
             self._model: Model = Model(order)
+            self._meter.known(order.memory)
+            self._idle_trim_s = order.idle_trim_s
             self._send(self._model.describe())
         except Exception as error:  # a runtime's own fault: say it before dying of it
             self._send(wire.Failed(*_told(error, "loading failed: ")))
@@ -96,7 +100,7 @@ class Worker:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
-        while (job := self._work.get()) is not None:
+        while (job := self._next()) is not None:
             run, tensors, slots = job
             try:
                 answer, timing_ms = self._answer(run, tensors)
@@ -113,15 +117,27 @@ class Worker:
             self._send(wire.Failed(*_told(error, "it failed: ")))
         os._exit(1)
 
+    def _next(self) -> _Job | None:
+        """The next work; None at the end. When there is none for long, memory is given back meanwhile."""
+        with contextlib.suppress(queue.Empty):
+            return self._work.get(timeout=self._idle_trim_s if self._meter.dirty else None)
+        self._meter.clean(self._model.trim)
+        return self._work.get()
+
     def _answer(
         self, run: wire.Run | wire.Prove, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], Mapping[str, float]]:
         if isinstance(run, wire.Prove):
             self._model.prove(self._progress(run))
             return [], {}
-        if run.graph:
-            return self._model.infer(run.graph, tensors, run.outputs)
-        return self._model.predict(tensors[0], self._progress(run))
+        with self._meter.run(run.graph, self._model.input_bytes(run.graph, tensors), self._model.trim) as measured:
+            if run.graph:
+                answer = self._model.infer(run.graph, tensors, run.outputs)
+            else:
+                answer = self._model.predict(tensors[0], self._progress(run))
+        for graph, bucket_bytes, run_bytes in measured:
+            self._send(wire.Measured(graph, bucket_bytes, run_bytes))
+        return answer
 
     def _progress(self, run: wire.Run | wire.Prove) -> Callable[[], None]:
         """A function that tells the daemon, not too often, that `run` goes on."""

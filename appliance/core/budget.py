@@ -14,6 +14,9 @@ from models.errors import InsufficientMemory
 from models.measurements import Memory
 
 MIB = 2**20
+PREDICT = "predict"
+"""Name under which the runs of a bundle's task are measured; their input is the decoded picture."""
+PICTURE_COPIES = 2
 
 LEAST_SLACK_BYTES = 32 * MIB
 SLACK = 0.1
@@ -69,7 +72,8 @@ def need_of(memory: Memory | None, *, overhead_bytes: int, file_bytes: int, runs
     if memory is None:
         weights_bytes = round(UNKNOWN_WEIGHTS * file_bytes)
         return Need(overhead_bytes, weights_bytes, weights_bytes + UNKNOWN_RUN_BYTES, UNKNOWN_RUN_BYTES, runs)
-    largest = max((size for buckets in memory.run_bytes.values() for size in buckets.values()), default=0)
+    proven_bytes = max(0, memory.load_peak_bytes - memory.weights_bytes)  # loading ran each graph once
+    largest = max((size for buckets in memory.run_bytes.values() for size in buckets.values()), default=proven_bytes)
     return Need(overhead_bytes, memory.weights_bytes, memory.load_peak_bytes, largest, runs)
 
 
@@ -237,17 +241,17 @@ def bucket_of(size_bytes: int) -> int:
 
 
 def run_bytes_of(memory: Memory | None, graph: str, input_bytes: int) -> int:
-    """Activations that a run is expected to take, from what was measured of `graph`.
+    """Activations that a run is expected to take, from what was measured of `graph`; 0 where nothing was.
 
-    Between measured buckets the next larger one is taken; beyond the largest it grows with the input, which is
-    right for convolutions. A graph that was never measured is unknown: 0.
+    Between measured buckets the next larger one is taken. Beyond the largest, tensors grow with their input, which is
+    right for convolutions; a picture is scaled by its task, so only copies of it grow.
     """
     measured = {int(bucket): size for bucket, size in (memory.run_bytes.get(graph, {}) if memory else {}).items()}
     if not measured:
         return 0
-    bucket = bucket_of(input_bytes)
-    larger = [known for known in measured if known >= bucket]
-    if larger:
-        return measured[min(larger)]
-    largest = max(measured)
+    bucket, largest = bucket_of(input_bytes), max(measured)
+    if bucket <= largest:
+        return measured[min(known for known in measured if known >= bucket)]
+    if graph == PREDICT:
+        return measured[largest] + PICTURE_COPIES * (bucket - largest)
     return -(-measured[largest] * bucket // largest)

@@ -24,7 +24,8 @@ class Session(Protocol):
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Compute `outputs` (all when None). The arrays returned belong to the caller.
 
-        Raises BadInput when the graph refuses these inputs, ModelError when it fails on them.
+        Raises BadInput when the graph refuses these inputs, InsufficientMemory when it would need more than the
+        runtime may take, ModelError when it fails on them.
         """
 
     def close(self) -> None:
@@ -40,16 +41,22 @@ class Runtime(Protocol):
     def open(self, graph: bytes, *, threads: int) -> Session:
         """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
 
+    def release(self) -> None:
+        """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""
 
-def choose(name: str) -> Runtime:
-    """The runtime of that name; only its own libraries are imported. Raises ConfigError for unknown names."""
+
+def choose(name: str, *, run_limit_bytes: int = 0) -> Runtime:
+    """The runtime of that name; only its own libraries are imported. Raises ConfigError for unknown names.
+
+    With a limit, all runs of all its sessions together may take that much memory beside the weights.
+    """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return OnnxRuntime()
+        return OnnxRuntime(run_limit_bytes)
     if name == "null":
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return NullRuntime()
+        return NullRuntime(run_limit_bytes)
     msg = f"there is no runtime {name!r}; known: {', '.join(get_args(RuntimeName))}"
     raise ConfigError(msg)
