@@ -171,7 +171,8 @@ class Error:
 
 Message: TypeAlias = Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Measured | Done | Error
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Measured, Done, Error)
+    kind.__name__: kind
+    for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Measured, Done, Error)
 }
 
 

@@ -1,6 +1,6 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker FD`, FD being its end of the socket pair. The first message
+Started as `python -m appliance.worker RUNTIME FD`, FD being its end of the socket pair. The first message
 opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
 small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
@@ -47,8 +47,10 @@ class Worker:
         self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._meter = Meter()
 
-    def serve(self) -> int:
+    def serve(self, runtime: str) -> int:
         """Open the model and answer until told to stop; the exit status of the process."""
+        with contextlib.suppress(Exception):  # it will happen again, where it can be told
+            _load_libraries(runtime)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
@@ -168,6 +170,14 @@ class Worker:
             self._sock.send(data)
 
 
+def _load_libraries(runtime: str) -> None:
+    """Import what opening a model will need, while nobody waits for it."""
+    import appliance.model  # noqa: F401, PLC0415 - see `serve`
+    from appliance.runtime import choose  # noqa: PLC0415
+
+    choose(runtime)
+
+
 def main() -> None:
     """Entry of the worker process."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -175,11 +185,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=int(sys.argv[2]))
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve()
+        status = worker.serve(sys.argv[1])
     except Exception as error:
         worker.give_up(error)
     else:
