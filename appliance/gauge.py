@@ -78,6 +78,10 @@ class Meter:
         if memory:
             self._known |= {(graph, int(bucket)) for graph, buckets in memory.run_bytes.items() for bucket in buckets}
 
+    def knows(self, graph: str, input_bytes: int) -> bool:
+        """Whether it is known what such a run takes, or cannot be known here."""
+        return not self._gauge.works or (graph or PREDICT, bucket_of(input_bytes)) in self._known
+
     @contextlib.contextmanager
     def run(self, graph: str, input_bytes: int, release: Callable[[], None]) -> Iterator[list[tuple[str, int, int]]]:
         """Around a run. The list gets (graph, bucket, bytes) when it was measured; `release` gives back memory.

@@ -418,6 +418,9 @@ class Keeper:
             self._on_change()
 
         def measured() -> None:
+            present = tenure.tenant.supervisor
+            if present is not supervisor and present.memory and supervisor.memory:  # two serve side by side
+                present.memory = present.memory.joined(supervisor.memory)
             self._fit(tenure)
 
         supervisor.start(
@@ -520,6 +523,8 @@ class Keeper:
                 continue
             tenure.used_bytes, tenure.peak_bytes = used_bytes, max(used_bytes, tenure.peak_bytes)
             allowed_bytes = sum(self.budget.by_term(name).values())
+            if tenure.tenant.supervisor.explores:
+                allowed_bytes += max(0, self.budget.free_bytes)
             self._limit(name, pid, allowed_bytes)
             tenure.over = tenure.over + 1 if used_bytes > allowed_bytes else 0
             if tenure.over >= _OVER_SAMPLES and tenure.task is None:

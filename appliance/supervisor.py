@@ -95,6 +95,8 @@ class Supervisor:
         self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
+        self._unmeasured: set[int] = set()
+        """Runs that take nobody knows how much."""
         self._quiet = asyncio.Event()
         """Set while nothing waits or runs."""
         self._quiet.set()
@@ -108,6 +110,11 @@ class Supervisor:
     def waiting(self) -> int:
         """Requests that wait in the queue."""
         return len(self._schedule)
+
+    @property
+    def explores(self) -> bool:
+        """Whether the worker runs something of which it is not known yet what it takes."""
+        return bool(self._unmeasured)
 
     @property
     def running(self) -> int:
@@ -299,6 +306,7 @@ class Supervisor:
             self._rearm()
             return
         self._life, self._watch, self._proof = life, self._new_watch(), None
+        self._unmeasured.clear()
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
@@ -342,14 +350,17 @@ class Supervisor:
         elif isinstance(message, wire.Free):
             for slot in message.slots:
                 life.requests.free(Slot(*slot))
-        elif isinstance(message, wire.Measured):
+        elif isinstance(message, wire.Unmeasured | wire.Measured):
             self._measured(message)
         elif isinstance(message, wire.Ready):
             self._became_ready(life, message)
         elif isinstance(message, wire.Failed):
             life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
 
-    def _measured(self, message: wire.Measured) -> None:
+    def _measured(self, message: wire.Unmeasured | wire.Measured) -> None:
+        if isinstance(message, wire.Unmeasured):
+            self._unmeasured.add(message.id)
+            return
         if self.memory:
             self.memory = self.memory.learned(message.graph, message.bucket_bytes, message.run_bytes)
         self._on_measured()
@@ -371,6 +382,7 @@ class Supervisor:
     def _answered(self, message: wire.Done, tensors: list[Tensor]) -> None:
         now = time.monotonic()
         held = self._watch.leave(message.id, now)
+        self._unmeasured.discard(message.id)
         if message.id == self._proof:
             self._proof = None
             self._moved(Event.PROVEN)
@@ -382,6 +394,7 @@ class Supervisor:
         error = error_from_name(message.error, message.message)
         fault, now = classify(error), time.monotonic()
         _refuse(self._watch.leave(message.id, now).ticket, error)
+        self._unmeasured.discard(message.id)
         if message.id == self._proof:
             fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")

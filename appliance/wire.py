@@ -5,7 +5,8 @@ the message, larger ones in the sender's arena, named by a slot that the receive
 `Free`. A SEQPACKET socket keeps message boundaries, so there is no framing and no partial read.
 
     daemon -> worker    Open (first, with the two arenas), Run, Prove, Free, Break, Stop
-    worker -> daemon    Ready (once), Progress, Measured, Done or Error (once a Run or Prove), Free, Failed (at last)
+    worker -> daemon    Ready (once), Progress, Unmeasured, Measured, Done or Error (once a Run or Prove), Free,
+                        Failed (at last)
 """
 
 from __future__ import annotations
@@ -143,6 +144,13 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """A run begins of which it is not known what it takes: until it is answered the lease says nothing."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """What one run took above the weights; told once for each graph and size class."""
 
@@ -169,10 +177,12 @@ class Error:
     message: str
 
 
-Message: TypeAlias = Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Measured | Done | Error
+Message: TypeAlias = (
+    Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Unmeasured | Measured | Done | Error
+)
 _KINDS: dict[str, type[Message]] = {
     kind.__name__: kind
-    for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Measured, Done, Error)
+    for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Unmeasured, Measured, Done, Error)
 }
 
 

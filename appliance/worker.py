@@ -132,7 +132,10 @@ class Worker:
         if isinstance(run, wire.Prove):
             self._model.prove(self._progress(run))
             return [], {}
-        with self._meter.run(run.graph, self._model.input_bytes(run.graph, tensors), self._model.trim) as measured:
+        input_bytes = self._model.input_bytes(run.graph, tensors)
+        if not self._meter.knows(run.graph, input_bytes):
+            self._send(wire.Unmeasured(run.id))
+        with self._meter.run(run.graph, input_bytes, self._model.trim) as measured:
             if run.graph:
                 answer = self._model.infer(run.graph, tensors, run.outputs)
             else:

@@ -30,6 +30,14 @@ class Memory:
         most = max(run_bytes, buckets.get(bucket, 0))
         return replace(self, run_bytes={**self.run_bytes, graph: {**buckets, bucket: most}})
 
+    def joined(self, other: Memory) -> Memory:
+        """With what another process of the same model has learned about runs."""
+        known = self
+        for graph, buckets in other.run_bytes.items():
+            for bucket, run_bytes in buckets.items():
+                known = known.learned(graph, int(bucket), run_bytes)
+        return known
+
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
