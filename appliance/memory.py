@@ -3,6 +3,9 @@
 Runs on the event loop. What fits, who goes and which step is due is decided in `core.budget` and `core.pressure`;
 this file samples, asks, and performs it. A model that was unloaded because nobody used it, or to make room, is loaded
 again by its next request; one that an operator unloaded stays away until it is loaded by name.
+
+Past 400 lines because one object must see every lease: loading, leaving and watching change the same few fields, and
+a second object between them would only pass these to and fro.
 """
 
 from __future__ import annotations

@@ -54,7 +54,12 @@ class Spare:
     ) -> Life:
         """The waiting worker if it is one of these, else a new one."""
         life = self._life
-        if life is None or life.process.poll() is not None or life.ended or (arena_bytes, runtime) != (self._arena_bytes, self._runtime):
+        if (
+            life is None
+            or life.process.poll() is not None
+            or life.ended
+            or (arena_bytes, runtime) != (self._arena_bytes, self._runtime)
+        ):
             return Life(arena_bytes, runtime, on_data=on_data, on_end=on_end)
         self._life = None
         asyncio.get_running_loop().remove_reader(life.pidfd)

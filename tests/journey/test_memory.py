@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
+import struct
 import threading
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -159,6 +162,115 @@ def test_where_memory_holds_no_second_worker_a_leaking_one_is_replaced_with_a_sh
         outcomes[daemon.infer("leak", frame(1)).status_code] += 1
     assert outcomes.keys() == {200}
     assert daemon.log("worker_recycled")[0]["gap_s"] > 0
+    daemon.stop()
+
+
+def test_a_run_that_would_take_more_than_there_is_fails_alone_and_the_worker_goes_on(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    models = {"greedy": {"run_bytes": 2**30}, "modest": {}}
+    daemon = start(start_daemon, tmp_path, models, APPLIANCE_MEMORY__BUDGET_BYTES=str(600 * MIB))
+    settle(daemon)
+    pids = {name: daemon.worker_pid(name) for name in models}
+    for value in range(3):
+        assert "more" in assert_insufficient(daemon.infer("greedy", frame(value)))
+        assert_echoes(daemon, "modest", value)
+    assert {name: daemon.worker_pid(name) for name in models} == pids
+    assert daemon.worker("greedy")["restarts"] == 0
+    daemon.stop()
+
+
+def test_pictures_that_decode_to_gigabytes_are_refused_by_their_header_and_cost_nothing(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    bundle = tiny.blank_bundle(tmp_path / "blank")
+    budget = {"APPLIANCE_MEMORY__BUDGET_BYTES": str(330 * MIB), "APPLIANCE_MEMORY__SAMPLE_S": "0.05"}
+    daemon = start_daemon("--bundle", str(bundle), **budget).wait_serving().wait_ready()
+    small = tiny.picture(64, 64)
+    assert daemon.http.post("/v1/models/blank/predict", content=small).json()["lines"] == []
+    before = eventually(lambda: kept(daemon, "blank")["peak_bytes"], "its memory was looked at")
+    for side, status in ((60_000, 413), (20_000, 413), (7_900, 507)):  # 10.8 GB, 1.2 GB, and 187 MB twice
+        answer = daemon.http.post("/v1/models/blank/predict", content=claimed_png(side, side))
+        assert answer.status_code == status, answer.text
+    assert daemon.http.post("/v1/models/blank/predict", content=small).json()["lines"] == []
+    seen = memory(daemon)
+    assert kept(daemon, "blank")["peak_bytes"] < before + 32 * MIB
+    assert (seen["recycles"], daemon.worker("blank")["restarts"]) == (0, 0)
+    daemon.stop()
+
+
+def assert_insufficient(answer: httpx.Response) -> str:
+    """The answer says that memory would not hold; its sentence."""
+    assert answer.status_code == 507, answer.text
+    assert answer.json().keys() == {"error", "need_bytes", "have_bytes", "would_evict"}
+    return str(answer.json()["error"])
+
+
+def claimed_png(width: int, height: int) -> bytes:
+    """A PNG whose header claims that many pixels, and that holds none."""
+
+    def chunk(kind: bytes, content: bytes = b"") -> bytes:
+        body = kind + content
+        return struct.pack(">I", len(content)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT") + chunk(b"IEND")
+
+
+def test_switching_between_loaded_models_takes_less_than_200_ms(start_daemon: StartDaemon, tmp_path: Path) -> None:
+    daemon = start(start_daemon, tmp_path, {name: {"weights_bytes": 10 * MIB} for name in ("a", "b")})
+    settle(daemon)
+    spent_s = []
+    for value in range(30):
+        for name in ("a", "b"):
+            began = time.monotonic()
+            assert_echoes(daemon, name, value)
+            spent_s.append(time.monotonic() - began)
+    print(f"a switch took {statistics.median(spent_s) * 1e3:.1f} ms, at most {max(spent_s) * 1e3:.1f} ms")
+    assert statistics.median(spent_s) < 0.2
+    daemon.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_reloads_three_times_faster(
+    start_daemon: StartDaemon, tmp_path: Path, reading_bundle: Path
+) -> None:
+    pages = sorted((Path(__file__).parent.parent / "data" / "ocr" / "pages").glob("*.jpg"))
+    settings = {"APPLIANCE_MEMORY__SAMPLE_S": "0.05", "APPLIANCE_MEMORY__IDLE_TRIM_S": "1"}
+    daemon = start_daemon("--bundle", str(reading_bundle), **settings).wait_serving()
+    began = time.monotonic()
+    daemon.wait_ready(300)
+    cold_s = time.monotonic() - began
+
+    def read(page: Path) -> None:
+        answer = daemon.http.post("/v1/models/ppocr-v4/predict", content=page.read_bytes())
+        assert answer.status_code == 200, answer.text
+
+    for page in pages:
+        read(page)
+    for asked in [daemon.run_later(read, page) for page in pages * 3]:
+        asked.result(200)
+    seen = kept(daemon, "ppocr-v4")
+    assert memory(daemon)["recycles"] == 0
+    assert seen["peak_bytes"] <= seen["need_bytes"]
+    eventually(lambda: kept(daemon, "ppocr-v4")["used_bytes"] < 140 * MIB, "memory was given back", 30)
+    rest = kept(daemon, "ppocr-v4")["used_bytes"]
+    print(f"predicted {seen['need_bytes'] >> 20}, peak {seen['peak_bytes'] >> 20}, at rest {rest >> 20} MiB")
+    daemon.stop()
+
+    daemon = start_daemon(
+        "--bundle", str(reading_bundle), folder="again", APPLIANCE_MEMORY__IDLE_UNLOAD_S="2", **settings
+    ).wait_serving()
+    reload_s = []
+    for _ in range(3):
+        eventually(lambda: states(daemon)["ppocr-v4"] == "UNAVAILABLE", "it is unloaded", 60)
+        wait_loaded(int(eventually(lambda: memory(daemon)["spare_pid"], "a worker waits", 30)), "onnxruntime")
+        began = time.monotonic()
+        assert daemon.http.post("/v1/models/ppocr-v4/predict", content=b"no picture").status_code == 400
+        reload_s.append(time.monotonic() - began)
+    print(f"cold {cold_s:.2f} s, reloaded in {[round(spent, 2) for spent in reload_s]} s")
+    assert cold_s >= 3 * statistics.median(reload_s)
     daemon.stop()
 
 
