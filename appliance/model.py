@@ -98,12 +98,13 @@ class Model:
     def input_bytes(self, graph: str, tensors: Sequence[Tensor]) -> int:
         """The size by which a request's memory is judged: of its tensors, or of its pictures once decoded.
 
-        Raises InsufficientMemory for pictures whose pixels alone are more than runs may take, BadInput for files
-        that are no pictures; nothing is decoded.
+        Raises InsufficientMemory for pictures whose pixels alone are more than runs may take, and what
+        `picture_size` raises; nothing is decoded.
         """
         if graph:
             return sum(memoryview(tensor.data).nbytes for tensor in tensors)
-        largest = max((math.prod(picture_size(content)) * _PIXEL_BYTES for content in tensors[0].to_array()), default=0)
+        pixels = [math.prod(picture_size(content, self._max_pixels)) for content in tensors[0].to_array()]
+        largest = max(pixels, default=0) * _PIXEL_BYTES
         if 0 < self._run_limit_bytes < largest * PICTURE_COPIES:
             msg = (
                 f"a picture takes {largest // 2**20} MiB once decoded, and what is made of it as much again, but runs "

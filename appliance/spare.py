@@ -53,13 +53,8 @@ class Spare:
         on_end: Callable[[Life], None],
     ) -> Life:
         """The waiting worker if it is one of these, else a new one."""
-        life = self._life
-        if (
-            life is None
-            or life.process.poll() is not None
-            or life.ended
-            or (arena_bytes, runtime) != (self._arena_bytes, self._runtime)
-        ):
+        life, fits = self._life, (arena_bytes, runtime) == (self._arena_bytes, self._runtime)
+        if life is None or not fits or life.ended or life.process.poll() is not None:
             return Life(arena_bytes, runtime, on_data=on_data, on_end=on_end)
         self._life = None
         asyncio.get_running_loop().remove_reader(life.pidfd)

@@ -30,17 +30,22 @@ _MAX_SCANS = 100
 """A progressive JPEG has about ten scans; each costs a pass over all pixels, however few bytes it has."""
 
 
-def picture_size(data: Data) -> tuple[int, int]:
+def picture_size(data: Data, max_pixels: int) -> tuple[int, int]:
     """Width and height in pixels of a whole JPEG or PNG, of which nothing is decoded.
 
-    Raises BadInput for anything else or a file that is cut short.
+    Raises BadInput for anything else or a file that is cut short, TooLarge above `max_pixels`.
     """
     view = memoryview(data).cast("B")
     if view[: len(_JPEG)] == _JPEG:
-        return _walk_jpeg(view)
-    if view[: len(_PNG)] == _PNG:
-        return _walk_png(view)
-    raise BadInput("this is neither a JPEG nor a PNG file: send one of these")
+        width, height = _walk_jpeg(view)
+    elif view[: len(_PNG)] == _PNG:
+        width, height = _walk_png(view)
+    else:
+        raise BadInput("this is neither a JPEG nor a PNG file: send one of these")
+    if width * height > max_pixels:
+        msg = f"the picture has {width} x {height} pixels, but at most {max_pixels} are taken: scale it down first"
+        raise TooLarge(msg)
+    return width, height
 
 
 def decode_picture(data: Data, max_pixels: int) -> Array:
@@ -49,12 +54,10 @@ def decode_picture(data: Data, max_pixels: int) -> Array:
     Rows and columns are those of the picture as sent: an orientation noted in its EXIF data is not
     applied, so boxes found in it are pixels of the file, not of what a viewer shows.
     Grey, palette and 16-bit pictures become 8-bit colour; transparency is dropped.
-    Raises BadInput like `picture_size`, TooLarge above `max_pixels` before any pixel is decoded.
+    Raises BadInput for anything else or a file that is cut short, TooLarge above `max_pixels`
+    before any pixel is decoded.
     """
-    width, height = picture_size(data)
-    if width * height > max_pixels:
-        msg = f"the picture has {width} x {height} pixels, but at most {max_pixels} are taken: scale it down first"
-        raise TooLarge(msg)
+    picture_size(data, max_pixels)
     try:
         encoded = np.frombuffer(memoryview(data).cast("B"), np.uint8)
         picture = cv2.imdecode(encoded, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
