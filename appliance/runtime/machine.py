@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+import re
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -38,15 +39,31 @@ def cpu_name(cpuinfo: str | None = None) -> str:
     return next((facts[name] for name in _NAMES if name in facts), platform.machine())
 
 
+def l4t(release: str | None = None) -> str:
+    """Version of Jetson's system, "36.4.3", from /etc/nv_tegra_release or the text given instead; empty elsewhere."""
+    found = re.match(r"# R(\d+) \(release\), REVISION: ([\d.]+)", _text(Path("/etc/nv_tegra_release"), release))
+    return f"{found[1]}.{found[2]}" if found else ""
+
+
+def module(model: str | None = None) -> str:
+    """Name of the Jetson module, from the device tree or the text given instead; empty on other machines."""
+    name = _text(Path("/proc/device-tree/model"), model).rstrip("\0\n")
+    return name if l4t() or model is not None else ""
+
+
+def _text(path: Path, given: str | None) -> str:
+    if given is not None:
+        return given
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _cpuinfo(cpuinfo: str | None) -> dict[str, str]:
     """What /proc/cpuinfo, or the text given instead, says first under each key."""
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace")
-        except OSError:
-            cpuinfo = ""
     facts: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
+    for line in _text(Path("/proc/cpuinfo"), cpuinfo).splitlines():
         key, colon, value = line.partition(":")
         if colon:
             facts.setdefault(key.strip(), value.strip())
