@@ -28,7 +28,7 @@ from models.errors import BadInput, BundleError, ConfigError, ModelError
 from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec, check_request
 
 _MODULES = {"tensorrt": ("tensorrt",), "tensorrt-rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
-_DATATYPES = {
+DATATYPES = {
     "FLOAT": "FP32",
     "HALF": "FP16",
     "INT8": "INT8",
@@ -37,6 +37,7 @@ _DATATYPES = {
     "UINT8": "UINT8",
     "BOOL": "BOOL",
 }
+"""Name in the library's DataType -> datatype on the wire."""
 _WARNING = 2
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -235,23 +236,23 @@ class TensorRtSession:
         return self._bound[key]
 
     def _profile(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        for i, profile in enumerate(self._profiles):
-            if all(shape in profile[name] for name, shape in shapes.items()):
+        for i, ranges in enumerate(self._profiles):
+            if all(shape in ranges[name] for name, shape in shapes.items()):
                 return i
         given = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
         taken = " or ".join(
-            ", ".join(f"{name} {list(one.least)} to {list(one.most)}" for name, one in profile.items())
-            for profile in self._profiles
+            ", ".join(f"{name} {list(one.least)} to {list(one.most)}" for name, one in ranges.items())
+            for ranges in self._profiles
         )
         msg = f"the inputs have shapes {given}, but this engine was compiled for {taken}"
         raise BadInput(msg)
 
     def _tensor_spec(self, name: str) -> TensorSpec:
         kind = self._engine.get_tensor_dtype(name).name
-        if kind not in _DATATYPES:
+        if kind not in DATATYPES:
             msg = f"tensor {name!r} has type {kind}, which cannot travel over the protocol"
             raise BundleError(msg)
-        return TensorSpec(name, _DATATYPES[kind], tuple(self._engine.get_tensor_shape(name)))
+        return TensorSpec(name, DATATYPES[kind], tuple(self._engine.get_tensor_shape(name)))
 
 
 class _Device:

@@ -138,9 +138,9 @@ def _parse(parser: Any, content: bytes, heard: Heard) -> None:  # noqa: ANN401 -
         return
     if not parser.num_errors:
         raise BuildError(heard.error or "the parser refused the graph and gave no reason")
-    error = parser.get_error(0)
-    layer = f"{error.node_operator()} {error.node_name()}".strip()
-    raise BuildError(error.desc() or heard.error, layer)
+    refusal = parser.get_error(0)
+    layer = f"{refusal.node_operator()} {refusal.node_name()}".strip()
+    raise BuildError(refusal.desc() or heard.error, layer)
 
 
 def _plain(content: bytes) -> bytes:

@@ -45,6 +45,7 @@ def engine(trt: StandInTensorRt, folder: Path, graph: bytes, *profiles: Mapping[
     (out / "g.onnx").write_bytes(graph)
     here = tensorrt.here(trt.__name__, trt, Driver())
     outcome = builder.build(trt, order(out / "g.onnx", out / "g.plan", *profiles), here, lambda _event: None)
+    trt.logger = None  # building is for another process, and each has a logger of its own
     passport = Passport(
         graph="g",
         precision="fp32",
