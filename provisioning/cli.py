@@ -214,9 +214,9 @@ def compile_(
     table = Table("graph", "precision", "MB", "s", "MiB in RAM", "valid for", "purpose", box=box.SIMPLE)
     for one in made:
         passport, facts = one.passport, one.passport.valid_for
-        size, memory = f"{passport.plan.size_bytes / 1e6:.2f}", str(one.build_memory_bytes // _MIB)
+        size, memory = f"{passport.plan.size_bytes / 1e6:.2f}", str(one.built.memory_bytes // _MIB)
         valid = f"SM {facts.sm}, {facts.backend} {facts.version} {facts.module}".strip()
-        row = (passport.graph, passport.precision, size, f"{one.seconds:.1f}", memory, valid, passport.purpose)
+        row = (passport.graph, passport.precision, size, f"{one.built.seconds:.1f}", memory, valid, passport.purpose)
         table.add_row(*row)
     _out.print(table)
     if any(one.passport.purpose == BUILD_CHECK for one in made):

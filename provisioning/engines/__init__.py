@@ -44,17 +44,16 @@ class Engine:
 
     path: Path
     passport: Passport
-    seconds: float
-    build_memory_bytes: int
-    """The most RAM that the builder was seen to hold."""
+    built: child.Built
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the passport, and what building took."""
         return {
             "plan": str(self.path),
             "passport": json.loads(self.passport.to_bytes()),
-            "seconds": round(self.seconds, 2),
-            "build_memory_bytes": self.build_memory_bytes,
+            "seconds": round(self.built.seconds, 2),
+            "cpu_s": round(self.built.cpu_s, 2),
+            "build_memory_bytes": self.built.memory_bytes,
         }
 
 
@@ -139,7 +138,7 @@ def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache:
         raise WorkshopError(msg) from error
     finally:
         part.unlink(missing_ok=True)
-    return Engine(path, passport, built.seconds, built.memory_bytes)
+    return Engine(path, passport, built)
 
 
 def _passport(name: str, precision: str, wish: Wish, graph: Blob, plan: Blob, built: child.Built) -> Passport:

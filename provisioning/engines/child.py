@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -28,9 +29,11 @@ from provisioning.engines.builder import Order, Outcome
 BUILDER = (sys.executable, "-m", "provisioning.engines.builder")
 _TICK_S = 0.05
 _MIB = 2**20
+_INNER = re.compile(r"Error Code \d+: [^(]*\((.+?)\.? In \S+ at \S+\)")
+"""What TensorRT says, between the kind of error and the line of its source."""
 _REMEDIES = (
     (
-        r"unsupported|no importer|plugin not found|no such operator|not registered",
+        r"unsupported op|no importer|plugin not found|not found in plugin registry|not registered",
         "this version has no such operator: write it in standard operators of opset 17, or use a newer TensorRT",
     ),
     (
@@ -42,9 +45,10 @@ _REMEDIES = (
         "raise --workspace-mib, or leave this layer in float",
     ),
     (
-        r"strongly typed|same type|mismatch(ed)? type|type mismatch|incompatible type",
+        r"strongly typed|same (input )?type|type mismatch|incompatible type",
         "its inputs differ in type: put a Cast before one of them",
     ),
+    (r"data?e? type", "TensorRT has no tensors of that type: keep this graph on onnxruntime, or cast it"),
     (r"profile|kMIN|kMAX|kOPT", "the profile and the graph disagree about shapes: see docs/engines.md"),
     (r"no ONNX graph|failed to parse", "the graph is damaged: build the bundle again"),
 )
@@ -65,6 +69,7 @@ class Built:
 
     outcome: Outcome
     seconds: float
+    cpu_s: float
     memory_bytes: int
     """The most RAM that it was seen to hold."""
 
@@ -76,7 +81,7 @@ def run(
 
     `progress` is told in words how far it is. The child is dead when this returns.
     """
-    started_at = time.monotonic()
+    started_at, before_s = time.monotonic(), _cpu_s()
     last: dict[str, Any] = {}
     peak_bytes = 0
     with log.open("wb") as file, _child([*command, json.dumps(schema.dump(order))], file.fileno()) as (child, events):
@@ -93,7 +98,8 @@ def run(
         status = child.wait()
     if "built" not in last:
         raise WorkshopError(_reason(last, status, log))
-    return Built(schema.load(Outcome, last["built"]), time.monotonic() - started_at, peak_bytes)
+    outcome = schema.load(Outcome, last["built"])
+    return Built(outcome, time.monotonic() - started_at, _cpu_s() - before_s, peak_bytes)
 
 
 @contextmanager
@@ -136,6 +142,12 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
+def _cpu_s() -> float:
+    """Processor time of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def _over(limits: Limits, seconds: float, resident_bytes: int) -> str:
     if seconds > limits.time_s:
         return f"the build was stopped after its {limits.time_s:g} s: give it more with --time-limit-s"
@@ -153,7 +165,9 @@ def _reason(last: dict[str, Any], status: int, log: Path) -> str:
         how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
         where = f" in {last['phase']}" if "phase" in last else ""
         return f"the builder {how}{where} and gave no reason: read {log}"
-    said = re.sub(r"\s+", " ", str(last["failed"])).strip().rstrip(".")[:400]
+    told = re.sub(r"\s+", " ", str(last["failed"])).strip()
+    inner = _INNER.search(told)
+    said = (inner[1] if inner else told).rstrip(".")[:400]
     layer = f"layer {last['layer']!r}: " if last["layer"] else ""
     remedy = next((help_ for pattern, help_ in _REMEDIES if re.search(pattern, said, re.IGNORECASE)), "")
     return f"{layer}{said}" + (f"; {remedy}" if remedy else "") + f"; the log is {log}"
