@@ -113,6 +113,7 @@ def test_a_damaged_graph_is_told_before_anything_is_compiled(blank: Path) -> Non
 
 @RTX
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("target", CAPABILITIES)
 def test_every_graph_of_the_reading_bundle_compiles_in_every_precision_within_ten_seconds(
     reading_bundle: Path, tmp_path: Path, target: str

@@ -311,8 +311,8 @@ def test_a_build_that_takes_too_much_memory_is_stopped(log: Path) -> None:
         ),
         (
             (
-                "Invalid Node - adder\nITensor::getDimensions: Error Code 4: API Usage Error (adder: SUM must have same "
-                "input types. But they are of types Float and Half. In validateTypes at /x.cpp:40)"
+                "Invalid Node - adder\nITensor::getDimensions: Error Code 4: API Usage Error (adder: SUM must have "
+                "same input types. But they are of types Float and Half. In validateTypes at /x.cpp:40)"
             ),
             "Add adder",
             r"^layer 'Add adder': adder: SUM must have same input types\. .* Half; its inputs differ in type: put a",
