@@ -119,6 +119,7 @@ class TensorRtRuntime:
             msg = f"{path} cannot be read ({error.strerror}): compile with `provision compile`"
             raise BundleError(msg) from error
         passport.check_plan(plan)
+        self._driver.enter()
         self._check_room(passport.graph, passport.need_bytes)
         self._said.clear()
         engine = self._runtime.deserialize_cuda_engine(plan)

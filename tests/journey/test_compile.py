@@ -13,8 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import tiny
+from support import attention, tiny
 from support.processes import clean_environment
+
+from models.engine import Shapes
+from models.errors import WorkshopError
+from provisioning.engines import child
+from provisioning.engines.builder import Order
 
 pytestmark = pytest.mark.journey
 
@@ -109,6 +114,34 @@ def test_a_damaged_graph_is_told_before_anything_is_compiled(blank: Path) -> Non
     assert done.returncode == 1
     assert "is damaged: fetch or build the bundle again" in done.stderr
     assert not list(blank.glob("engines/rtx/*"))
+
+
+@RTX
+@pytest.mark.parametrize("sm", CAPABILITIES.values())
+def test_shared_heads_int8_and_half_precision_in_a_function_compile(tmp_path: Path, sm: str) -> None:
+    (tmp_path / "g.onnx").write_bytes(attention.graph())
+    x = Shapes((1, attention.CHANNELS, 1, 1), (4, attention.CHANNELS, 1, 40), (8, attention.CHANNELS, 1, 400))
+    order = Order("tensorrt-rtx", str(tmp_path / "g.onnx"), str(tmp_path / "g.plan"), sm, ({"x": x},), 1 << 30, "")
+    phases: list[str] = []
+    built = child.run(order, tmp_path / "g.log", child.Limits(60, 2 << 30), phases.append)
+    assert built.outcome.valid_for.sm == sm
+    assert built.outcome.memory_bytes > 0
+    assert (tmp_path / "g.plan").stat().st_size > 10_000
+    assert phases
+    assert built.cpu_s < LONGEST_BUILD_S
+
+
+@RTX
+def test_a_graph_that_cannot_be_parsed_names_its_node(tmp_path: Path) -> None:
+    content = attention.graph().replace(b"Sigmoid", b"Sigmund")
+    (tmp_path / "g.onnx").write_bytes(content)
+    x = Shapes((1, attention.CHANNELS, 1, 1), (4, attention.CHANNELS, 1, 40), (8, attention.CHANNELS, 1, 400))
+    order = Order("tensorrt-rtx", str(tmp_path / "g.onnx"), str(tmp_path / "g.plan"), "8.6", ({"x": x},), 1 << 30, "")
+    with pytest.raises(
+        WorkshopError, match=r"layer 'Sigmund.*': .*Plugin not found.*this version has no such operator"
+    ):
+        child.run(order, tmp_path / "g.log", child.Limits(60, 2 << 30), lambda _text: None)
+    assert "Sigmund" in (tmp_path / "g.log").read_text()
 
 
 @RTX
