@@ -44,7 +44,7 @@ class Model:
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
-        self.runtime = choose(order.runtime, Path(order.bundle, ENGINES) if order.bundle else None)
+        self.runtime = choose(order.runtime, engines=Path(order.bundle, ENGINES) if order.bundle else None)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
             if folder.manifest.digest != order.digest:

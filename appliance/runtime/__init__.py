@@ -42,7 +42,7 @@ class Runtime(Protocol):
         """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
 
 
-def choose(name: str, engines: Path | None = None) -> Runtime:
+def choose(name: str, *, engines: Path | None = None) -> Runtime:
     """The runtime of that name; only its own libraries are imported.
 
     `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones.

@@ -19,8 +19,10 @@ _MARKS = ("cpu family", "model", "stepping", "CPU implementer", "CPU variant", "
 _FEATURES = ("flags", "Features")
 
 
-def machine(cpuinfo: str | None = None) -> dict[str, str]:
+def machine(cpuinfo: str | None = None, runtime: str = "onnxruntime-cpu") -> dict[str, str]:
     """What must be the same for measurements to be comparable: the processor, and onnxruntime's version.
+
+    Of another runtime its name: what a CPU took says nothing about the time that a GPU takes.
 
     One name covers several processors, and a virtual machine may hide some of a processor's instructions:
     so what the kernel numbers (x86 and ARM each in its way) counts, and a digest of the instructions it lists.
@@ -30,7 +32,7 @@ def machine(cpuinfo: str | None = None) -> dict[str, str]:
     for key in _FEATURES:
         if key in facts:
             found["features"] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]
-    return found | {"onnxruntime": version("onnxruntime")}
+    return found | ({"onnxruntime": version("onnxruntime")} if runtime == "onnxruntime-cpu" else {"runtime": runtime})
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:
@@ -46,9 +48,8 @@ def l4t(release: str | None = None) -> str:
 
 
 def module(model: str | None = None) -> str:
-    """Name of the Jetson module, from the device tree or the text given instead; empty on other machines."""
-    name = _text(Path("/proc/device-tree/model"), model).rstrip("\0\n")
-    return name if l4t() or model is not None else ""
+    """Name of the module or board, from the device tree or the text given instead; empty on machines without one."""
+    return _text(Path("/proc/device-tree/model"), model).rstrip("\0\n")
 
 
 def _text(path: Path, given: str | None) -> str:

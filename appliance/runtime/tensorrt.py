@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import math
 import threading
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -109,6 +110,7 @@ class TensorRtRuntime:
         self._said: deque[str] = deque(maxlen=5)
         self._log = logger(self._trt, self._hear)
         self._runtime = self._trt.Runtime(self._log)
+        self._sessions: weakref.WeakSet[TensorRtSession] = weakref.WeakSet()
 
     def open(self, graph: bytes, *, threads: int) -> TensorRtSession:  # noqa: ARG002 - the seam's signature
         """See `Runtime.open`. The plan is the one whose passport names the digest of `graph` and fits this machine."""
@@ -126,7 +128,14 @@ class TensorRtRuntime:
         if engine is None:
             msg = f"{self.name} cannot load {path}: {self._reason()}; compile with `provision compile`"
             raise BundleError(msg)
-        return TensorRtSession(self._trt, self._driver, engine, self._reason)
+        session = TensorRtSession(self._trt, self._driver, engine, self._reason)
+        self._sessions.add(session)
+        return session
+
+    def release(self) -> None:
+        """Give back the buffers and captured graphs that runs have left for later ones; weights stay."""
+        for session in list(self._sessions):
+            session.release()
 
     def need_bytes(self, graph: bytes) -> int:
         """Device memory that `open` will ask for before the first run, told by the passport without opening."""
@@ -217,10 +226,20 @@ class TensorRtSession:
             if self._engine is None:
                 return
             self._device.driver.enter()
-            while self._bound:
-                self._bound.popitem()[1].close()
+            self._unbind()
             self._device.close()
             self._engine = None
+
+    def release(self) -> None:
+        """Keep the engine, and forget all shapes."""
+        with self._turn:
+            if self._engine is not None:
+                self._device.driver.enter()
+                self._unbind()
+
+    def _unbind(self) -> None:
+        while self._bound:
+            self._bound.popitem()[1].close()
 
     def _bind(self, feeds: Mapping[str, Array]) -> _Bound:
         key = tuple(feeds[spec.name].shape for spec in self.spec.inputs)

@@ -193,6 +193,20 @@ def test_all_that_a_session_took_is_given_back(runtime: TensorRtRuntime, trt: St
     assert (trt.cuda.memory, trt.cuda.graphs, trt.cuda.streams) == ({}, {}, {})
 
 
+def test_memory_of_earlier_shapes_is_given_back_on_demand_and_the_session_goes_on(
+    runtime: TensorRtRuntime, trt: StandInTensorRt
+) -> None:
+    session = runtime.open(graph(), threads=1)
+    before = trt.cuda.allocated_bytes()
+    for rows in (1, 2, 1, 2):
+        session.run({"x": matrix(rows, 8)})
+    runtime.release()
+    assert (trt.cuda.allocated_bytes(), trt.cuda.graphs) == (before, {})
+    assert session.run({"x": matrix(2, 8)})["y"].tolist() == matrix(2, 8).tolist()
+    session.close()
+    runtime.release()
+
+
 def test_a_context_that_refuses_gives_back_what_it_took(session: TensorRtSession, trt: StandInTensorRt) -> None:
     before = trt.cuda.allocated_bytes()
     trt.cuda.total_bytes = before + 40
@@ -252,7 +266,7 @@ def test_a_profile_that_asks_for_tensorrt_rtx_gets_its_engines_and_no_others(
     monkeypatch: pytest.MonkeyPatch, passport: Path, tmp_path: Path
 ) -> None:
     trt = engines.install(monkeypatch, version="1.7.1.116", rtx=True)
-    runtime = choose("tensorrt-rtx", tmp_path)
+    runtime = choose("tensorrt-rtx", engines=tmp_path)
     assert runtime.name == "tensorrt-rtx"
     with pytest.raises(BundleError, match="made for backend tensorrt, this is tensorrt-rtx"):
         runtime.open(graph(), threads=1)
