@@ -39,6 +39,7 @@ class StandInTensorRt(ModuleType):
         self.cuda = cuda
         self.created: list[int] = []
         """Flags that networks were created with."""
+        self.configs: list[Config] = []
         self.capturable = True
         self.logger: Any = None
         self.timings_taken: list[bytes] = []
@@ -165,6 +166,9 @@ class Config:
     def add_optimization_profile(self, profile: Profile) -> int:
         if any(low > high for one in profile.shapes.values() for low, _, high in zip(*one, strict=True)):
             self._trt.say(1, "Error Code 4: API Usage Error (Invalid optimization profiles. In isValid at p.cpp:367)")
+            self._trt.say(
+                1, "Error Code 3: API Usage Error (Parameter check failed. In addOptimizationProfile at b.cpp:5)"
+            )
             return -1
         self.profiles.append(profile)
         return len(self.profiles) - 1
@@ -197,7 +201,8 @@ class Builder:
         return Network()
 
     def create_builder_config(self) -> Config:
-        return Config(self._trt)
+        self._trt.configs.append(Config(self._trt))
+        return self._trt.configs[-1]
 
     def create_optimization_profile(self) -> Profile:
         return Profile()

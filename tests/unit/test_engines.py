@@ -134,6 +134,7 @@ def test_each_bucket_is_a_profile_of_tensorrt_and_progress_is_told(trt: StandInT
     assert [one["x"] for one in plan["profiles"]] == [[[1, 1], [2, 2], [4, 4]], [[1, 5], [2, 8], [4, 16]]]
     assert outcome.profiles == profiles
     assert outcome.memory_bytes == 1000
+    assert trt.configs[0].limits == {trt.MemoryPoolType.WORKSPACE: engines.WORKSPACE_BYTES}
     assert [(event["done"], event["of"]) for event in told] == [(0, 2), (1, 2), (2, 2)]
 
 
