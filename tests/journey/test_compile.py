@@ -132,6 +132,18 @@ def test_shared_heads_int8_and_half_precision_in_a_function_compile(tmp_path: Pa
 
 
 @RTX
+def test_a_device_without_onnx_compiles_as_well(tmp_path: Path) -> None:
+    (tmp_path / "g.onnx").write_bytes(attention.graph())
+    x = Shapes((1, attention.CHANNELS, 1, 40), (1, attention.CHANNELS, 1, 40), (1, attention.CHANNELS, 1, 40))
+    order = Order("tensorrt-rtx", str(tmp_path / "g.onnx"), str(tmp_path / "g.plan"), "8.6", ({"x": x},), 1 << 30, "")
+    without = (
+        "import sys; sys.modules['onnx'] = None; from provisioning.engines import builder; sys.exit(builder.main())"
+    )
+    child.run(order, tmp_path / "g.log", child.Limits(60, 2 << 30), lambda _text: None, (sys.executable, "-c", without))
+    assert (tmp_path / "g.plan").stat().st_size > 10_000
+
+
+@RTX
 def test_a_graph_that_cannot_be_parsed_names_its_node(tmp_path: Path) -> None:
     content = attention.graph().replace(b"Sigmoid", b"Sigmund")
     (tmp_path / "g.onnx").write_bytes(content)
