@@ -303,8 +303,12 @@ class Supervisor:
                 life.requests.free(Slot(*slot))
         elif isinstance(message, wire.Ready):
             self.ready = message
-            # The next worker need not measure again what this one has.
-            self._ways = [replace(way, latency_ms={**way.latency_ms, **message.latency_ms}) for way in self._ways]
+            # The next worker need not measure again what this one has, and what serves already is no other way.
+            self._ways = [
+                replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
+                for i, way in enumerate(self._ways)
+                if i <= self.health.way or not _serves(message, way)
+            ]
             self._watch.rest(time.monotonic())
             self._moved(Event.BECAME_READY)
             log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
@@ -465,6 +469,11 @@ class Supervisor:
     def _new_watch(self) -> Watch[Work]:
         limits = self._limits
         return Watch(concurrency=limits.concurrency, hang_s=limits.hang_s, idle_s=limits.prove_idle_s)
+
+
+def _serves(ready: wire.Ready, way: wire.Open) -> bool:
+    """Whether opening the model in that way would give what is open already."""
+    return ready.runtime == way.runtime and {info.precision for info in ready.graphs.values()} == {way.precision}
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:
