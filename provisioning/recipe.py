@@ -40,10 +40,14 @@ class Gate:
 
     exact_drop: float | None = None
     """Largest fall of exact match on the gate lines."""
+    cer_drop: float | None = None
+    """Largest rise of the character error rate on the gate lines."""
     same_class: float | None = None
     """Smallest share of lines that get the same class."""
     overlap: float | None = None
     """Smallest intersection over union of the text areas found on pages."""
+    found_drop: float | None = None
+    """Largest fall of the share of labelled texts on gate pages that are found, all other graphs as published."""
 
 
 @dataclass(frozen=True, slots=True)

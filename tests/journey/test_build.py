@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import checkpoint
 from support.processes import clean_environment
+from support.workshop import Workshop
 
 from appliance import __version__
 from models.folder import BundleFolder
@@ -18,40 +18,6 @@ pytestmark = pytest.mark.journey
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "models" / "zoo" / "ppocr-v4.toml"
-
-
-class Workshop:
-    """A tiny recipe, its checkpoint, its data, and a cache of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        """Lay everything down."""
-        self.folder = folder
-        content = checkpoint.recogniser()
-        checkpoint.install(folder / "packages", content)
-        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
-        self.recipe = str(checkpoint.recipe(folder / "tiny.toml", content))
-        self.out = str(folder / "bundle")
-
-    def provision(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a `provision` command to its end."""
-        own = {"PYTHONPATH": str(self.folder / "packages"), "XDG_CACHE_HOME": str(self.folder / "cache")}
-        return subprocess.run(
-            [str(Path(sys.executable).with_name("provision")), *arguments],
-            env=clean_environment() | own,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def failed(self, *arguments: str) -> str:
-        """Run a command that must fail with status 1; the last line it prints."""
-        ended = self.provision(*arguments)
-        assert ended.returncode == 1, ended.stderr
-        assert ended.stdout == ""
-        assert "Traceback" not in ended.stderr
-        return ended.stderr.splitlines()[-1]
 
 
 @pytest.fixture

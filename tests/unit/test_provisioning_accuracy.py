@@ -11,8 +11,8 @@ from provisioning.data import Line
 pytestmark = pytest.mark.unit
 
 NOTHING = np.zeros((1, 1, 3), np.uint8)
-LINES = [Line(f"sroie_{i}.png", NOTHING, "AB CD") for i in range(60)] + [
-    Line(f"lprnet_{i}.png", NOTHING, "A-1234") for i in range(40)
+LINES = [Line(f"sroie_{i}.png", NOTHING, "AB CD", "sroie") for i in range(60)] + [
+    Line(f"lprnet_{i}.png", NOTHING, "A-1234", "lprnet") for i in range(40)
 ]
 RIGHT = ["ab cd"] * 60 + ["A\u00b71234"] * 40
 

@@ -9,46 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import checkpoint
+from support.workshop import Workshop
 
 from appliance.runtime import choose
 from appliance.runtime.machine import machine
 from models.errors import ConfigError, GateFailed, SourceError, WorkshopError
 from models.folder import BundleFolder
 from provisioning import pack as packing
-from provisioning.accuracy import verify
-from provisioning.build import Built, build
 from provisioning.cache import Cache
 from provisioning.data import load
 from provisioning.gate import Gate, Verdict
 from provisioning.pack import check_folder, pack
-from provisioning.recipe import read
 from provisioning.steps import THREADS
+from provisioning.verify import verify
 
 pytestmark = pytest.mark.unit
 
 RUNTIME = choose("onnxruntime-cpu")
 
 
-class Workshop:
-    """A recipe, its checkpoint and its data in one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Lay everything down."""
-        self.folder = folder
-        self.content = checkpoint.recogniser()
-        checkpoint.install(folder, self.content)
-        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
-        self.reports: list[str] = []
-
-    def build(self, precision: str = "auto", cache: Path | None = None, **changes: str) -> Built:
-        """Build with a changed recipe."""
-        recipe = read(checkpoint.recipe(self.folder / "tiny.toml", self.content, **changes))
-        return build(recipe, self.folder / "data", precision, Cache(cache), self.reports.append)
-
-
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     return Workshop(tmp_path)
 
 
@@ -66,8 +48,8 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
     assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "quantize"]
-    assert steps["normalise"].input == steps["fetch"].output == steps["labels"].input
-    assert steps["ctc_head"].input == steps["normalise"].output
+    assert steps["normalise"].inputs == (steps["fetch"].output,) == steps["labels"].inputs
+    assert steps["ctc_head"].inputs == (steps["normalise"].output,)
 
 
 def test_two_builds_are_the_same_to_the_byte(workshop: Workshop, tmp_path: Path) -> None:
@@ -146,8 +128,7 @@ def test_a_precision_that_the_recipe_lacks_cannot_be_forced(workshop: Workshop) 
 
 
 def test_a_checkpoint_that_is_no_graph_is_one_clear_error(workshop: Workshop) -> None:
-    workshop.content = b"not a graph"
-    checkpoint.install(workshop.folder, workshop.content)
+    workshop.install(b"not a graph")
     with pytest.raises(SourceError, match="is no ONNX graph"):
         workshop.build()
 
@@ -180,8 +161,8 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
 
 def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
     pack(workshop.build(), tmp_path / "bundle")
-    lines = load(tmp_path / "data", "all").lines
-    report = verify(BundleFolder(tmp_path / "bundle"), lines, "fp32", RUNTIME, THREADS)
+    split = load(tmp_path / "data", "all")
+    report = verify(BundleFolder(tmp_path / "bundle"), split, "fp32", RUNTIME, THREADS, workshop.reports.append).result
     assert report["agreement"] == 1.0
     assert report["original"] == report["packed"]
     assert report["original"]["lines"] == 7
