@@ -140,7 +140,7 @@ class _Room:
 
     def fetch(self, name: str) -> bytes:
         source = self.source(name)
-        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source))
+        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source))
 
     def labels(self, name: str, content: bytes) -> str:
         key = self.file.recipe.graphs[name].labels
@@ -205,6 +205,14 @@ class _Room:
         seen = watch(even)
         first = int8.float_first
         return self.steps.run("quantize", name, "int8", [even, seen], first, lambda: _quantize(even, seen, first))
+
+
+def _fetch(source: Source) -> bytes:
+    from provisioning import admit  # noqa: PLC0415 - see _labels
+
+    content = sources.fetch(source)
+    admit.admit(content, f"{source.file} of {source.package}")
+    return content
 
 
 def _labels(content: bytes, key: str) -> bytes:

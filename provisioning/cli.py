@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 refused or failed with a reason, 2 wrong usage.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance import __version__
-from models.errors import ApplianceError, ConfigError
+from models.errors import ApplianceError, ConfigError, WorkshopError
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -59,6 +60,7 @@ def _epilog(example: str) -> str:
 
 def main() -> None:
     """Run the command line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both interrupt, so that nothing half-written stays
     try:
         app()
     except ApplianceError as error:
@@ -102,7 +104,11 @@ def _progress() -> Iterator[Any]:
             started.append((text, time.monotonic()))
             status.update(text)
 
-        yield report
+        try:
+            yield report
+        except KeyboardInterrupt as error:
+            msg = "interrupted: nothing was written, and an earlier result stands as it was"
+            raise WorkshopError(msg) from error
         finish()
 
 

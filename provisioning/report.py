@@ -39,7 +39,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; margin: .8rem 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { color: var(--faint); font-weight: 600; } td { overflow-wrap: anywhere; }
+th { color: var(--faint); font-weight: 600; } td { overflow-wrap: break-word; }
 .missed { color: var(--bad); font-weight: 600; } .met { color: var(--good); } .faint { color: var(--faint); }
 svg { width: 100%; height: auto; display: block; margin: .6rem 0; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--ink); } svg .faint { fill: var(--faint); }
@@ -130,7 +130,7 @@ class Report:
             original, packed = one["original"], one["packed"]
             rows += [
                 (
-                    escape(f"{label}, original"),
+                    escape(f"{label.partition(' ')[0]} original"),
                     _percent(original["exact"]),
                     _percent(original["cer"]),
                     str(original["lines"]),
@@ -162,7 +162,8 @@ class Report:
                 rows.append((escape(name), _percent(one[what]["found"]), str(one[what]["lines"])))
         changes = [self._change(label, one, "found", "found_drop", -1) for label, one in self.pages.items()]
         return (
-            "<h2>Reading pages</h2><p>Share of the labelled texts that the whole reading task finds.</p>"
+            "<h2>Reading pages</h2><p>Share of the labelled texts that the whole reading task finds. "
+            "A row that names one graph has all others as published.</p>"
             + _table(("", "found", "labelled texts"), dict.fromkeys(rows))
             + _forest("Change of texts found, points; right is better", changes)
         )
@@ -170,7 +171,7 @@ class Report:
     def _change(self, label: str, one: Comparison, what: str, limit: str, sign: int) -> _Range:
         """A row of a forest plot; the limit is shown where one check of this graph has it."""
         low, high = one["interval"][what]
-        allowed = [check.limit for graph, check in self.checks if check.name == limit and graph in label]
+        allowed = [check.limit for graph, check in self.checks if check.name == limit and graph == label]
         return _Range(
             label, one["packed"][what] - one["original"][what], low, high, sign * allowed[0] if allowed else None
         )
