@@ -69,6 +69,8 @@ class Built:
     steps: Sequence[Step]
     runtime: Runtime
     """Holds open what the gate has opened."""
+    notes: Mapping[str, str]
+    """What passes have to say, for the report."""
 
 
 class Keeping:
@@ -110,7 +112,7 @@ def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report
     if steps.done_before:
         report(f"{steps.done_before} steps done before")
     digests = {split: its.sha256 for split, its in splits.items()}
-    return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept)
+    return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept, room.notes)
 
 
 @dataclass(slots=True)
@@ -124,6 +126,8 @@ class _Room:
     precision: str
     settings: ReadingSettings = field(init=False)
     kept: Keeping = field(init=False)
+    notes: dict[str, str] = field(default_factory=dict)
+    """What passes have to say, for the report."""
 
     def __post_init__(self) -> None:
         self.kept = Keeping(self.runtime)
@@ -201,7 +205,9 @@ class _Room:
 
         seen = watch(fp32)
         share = int8.share
-        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share))
+        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[0])
+        alone = self.steps.run("left_alone", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[1])
+        self.notes[f"{name} int8: tensors not equalised"] = alone.decode() or "none"
         seen = watch(even)
         first = int8.float_first
         return self.steps.run("quantize", name, "int8", [even, seen], first, lambda: _quantize(even, seen, first))
@@ -261,13 +267,18 @@ def _seen(content: bytes, what: str) -> dict[str, Array]:
     }
 
 
-def _equalise(content: bytes, seen: bytes, share: float) -> bytes:
+def _equalise(content: bytes, seen: bytes, share: float) -> tuple[bytes, bytes]:
+    """The equalised graph, and in words which tensors were left alone for what reason."""
     from provisioning import passes  # noqa: PLC0415 - see _labels
     from provisioning.passes import equalise  # noqa: PLC0415
 
     model = passes.load(content, "the graph")
-    equalise.equalise(model, _seen(seen, "low"), _seen(seen, "high"), share)
-    return passes.save(model)
+    left_alone = equalise.equalise(model, _seen(seen, "low"), _seen(seen, "high"), share)
+    by_reason: dict[str, list[str]] = {}
+    for tensor, reason in left_alone.items():
+        by_reason.setdefault(reason, []).append(tensor)
+    words = "; ".join(f"{', '.join(tensors)} ({reason})" for reason, tensors in by_reason.items())
+    return passes.save(model), words.encode()
 
 
 def _quantize(content: bytes, seen: bytes, float_first: int) -> bytes:

@@ -227,7 +227,7 @@ def _print_json(value: object) -> None:
 def _show(path: Path, as_json: bool) -> None:
     """Check and print what a bundle holds; raises BundleError when any of it is damaged."""
     from models import schema  # noqa: PLC0415 - see the top
-    from models.folder import BundleFolder  # noqa: PLC0415
+    from models.folder import REPORTS, BundleFolder  # noqa: PLC0415
 
     folder = BundleFolder(path)
     folder.check_content()
@@ -243,6 +243,8 @@ def _show(path: Path, as_json: bool) -> None:
     for source in manifest.provenance.sources:
         _out.print(f"from {source.package} {source.version}: {source.file}, sha256 {source.sha256[:12]}...")
     _out.print(f"made in {len(manifest.provenance.steps)} steps with {_listed(manifest.provenance.tools)}")
+    if (path / REPORTS[0]).exists():
+        _out.print(f"report of the gate, with plots: {path / REPORTS[0]}")
 
 
 def _print_graphs(graphs: Mapping[str, Graph], measured: Measurements | None) -> None:

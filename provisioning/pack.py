@@ -157,6 +157,7 @@ def _report(
             "sources": "; ".join(sources),
             "tools": ", ".join(f"{tool} {version}" for tool, version in built.tools.items()),
             "steps": f"{len(built.steps)}, each with its digests in manifest.json",
+            **built.notes,
         },
     )
 

@@ -260,10 +260,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]] | Mapping[tuple[st
 
 
 def _svg(title: str, height: float, parts: Sequence[str]) -> str:
-    return (
-        f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role=img aria-label="{escape(title)}">'
-        f"<text class=faint x=0 y=14>{escape(title)}</text>{''.join(parts)}</svg>"
-    )
+    return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role=img aria-label="{escape(title)}">{"".join(parts)}</svg>'
 
 
 def _forest(title: str, rows: Sequence[_Range]) -> str:
@@ -275,7 +272,10 @@ def _forest(title: str, rows: Sequence[_Range]) -> str:
         return left + (share / most + 1) / 2 * (right - left)
 
     bottom = 26 + _ROW * len(rows)
-    parts = [f"<line class=zero x1={at(0):.1f} x2={at(0):.1f} y1=22 y2={bottom} />"]
+    parts = [
+        f"<text class=faint x=0 y=14>{escape(title)}</text>",
+        f"<line class=zero x1={at(0):.1f} x2={at(0):.1f} y1=22 y2={bottom} />",
+    ]
     for tick in range(-_TICKS, _TICKS + 1, 2):
         share = most * tick / _TICKS
         parts.append(
@@ -302,7 +302,7 @@ def _forest(title: str, rows: Sequence[_Range]) -> str:
 def _bars(title: str, groups: Sequence[tuple[str, Sequence[tuple[str, float, str, str]]]], most: float | None) -> str:
     """Groups of horizontal bars: label, value, number in words, class; up to `most`, or the largest of the group."""
     parts = []
-    y = 26.0
+    y = 4.0
     left, right = _LABEL + 90, _WIDTH - _NUMBER
     for label, bars in groups:
         parts.append(f"<text x=0 y={y + 13}>{escape(_short(label))}</text>")

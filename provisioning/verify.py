@@ -65,7 +65,7 @@ def verify(folder: BundleFolder, split: Split, precision: str, runtime: Runtime,
         on_pages = accuracy.compare_pages(pages, texts[ORIGINAL], texts["packed"])
         alone = accuracy.compare_pages(pages, texts[ORIGINAL], texts["detector"])
         if on_pages and alone:
-            shown = {f"{detector} {room.precisions[detector]}": alone, "all graphs packed": on_pages}
+            shown = {f"{detector} {room.precisions[detector]}": alone, "all packed": on_pages}
             on_pages["detector"] = alone["packed"] | {name: alone[name] for name in ("interval", "standard_error")}
             on_pages["pages"] = len(pages)
         found = gate.detector_checks(pages, texts[ORIGINAL], texts["detector"], room.limits(detector))

@@ -61,7 +61,7 @@ def test_the_second_build_does_nothing_twice_and_gives_the_same_bundle(workshop:
         digests.append(json.loads(built.stdout)["digest"])
     assert digests[0] == digests[1]
     assert [line.split(" s  ")[1] for line in built.stderr.splitlines()] == [
-        "reading labelled data", "11 steps done before", "packing",
+        "reading labelled data", "12 steps done before", "packing",
     ]  # fmt: skip
 
 

@@ -49,7 +49,17 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
-    assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "quantize"]
+    assert list(steps) == [
+        "fetch",
+        "labels",
+        "normalise",
+        "ctc_head",
+        "read",
+        "watch",
+        "equalise",
+        "left_alone",
+        "quantize",
+    ]
     assert steps["normalise"].inputs == (steps["fetch"].output,) == steps["labels"].inputs
     assert steps["ctc_head"].inputs == (steps["normalise"].output,)
 
@@ -89,6 +99,7 @@ def test_the_report_lies_beside_the_manifest_and_outside_its_digest(workshop: Wo
     assert manifest.digest in page
     assert set(report["lines"]) == {"rec fp32", "rec int8"}
     assert [one["graph"] for one in report["limits"]] == ["rec fp32", "rec int8"]
+    assert "(HardSwish reads it)" in report["notes"]["rec int8: tensors not equalised"]
     assert report["latency_ms"]["rec"].keys() == {"original", "fp32", "int8"}
     (tmp_path / "bundle" / "report.html").unlink()
     BundleFolder(tmp_path / "bundle").check_content()
@@ -142,7 +153,7 @@ def test_a_second_build_takes_everything_from_the_cache(workshop: Workshop, tmp_
     workshop.build(cache=tmp_path / "cache")
     workshop.reports.clear()
     workshop.build(cache=tmp_path / "cache")
-    assert workshop.reports == ["reading labelled data", "11 steps done before"]
+    assert workshop.reports == ["reading labelled data", "12 steps done before"]
 
 
 def test_a_corrupt_entry_of_the_cache_is_made_again(workshop: Workshop, tmp_path: Path) -> None:
