@@ -50,16 +50,8 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
     assert list(steps) == [
-        "fetch",
-        "labels",
-        "normalise",
-        "ctc_head",
-        "read",
-        "watch",
-        "equalise",
-        "left_alone",
-        "quantize",
-    ]
+        "fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "left_alone", "quantize",
+    ]  # fmt: skip
     assert steps["normalise"].inputs == (steps["fetch"].output,) == steps["labels"].inputs
     assert steps["ctc_head"].inputs == (steps["normalise"].output,)
 
