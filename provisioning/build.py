@@ -163,6 +163,10 @@ class _Room:
         for precision in self._candidates(graph):
             made[precision] = fp32 if precision == "fp32" else self._int8(name, graph, fp32, calibration)
             verdicts[precision] = gate.judge(precision, made[precision])
+            if graph.gate.found_drop is not None and not verdicts[precision].comparison:
+                self.notes[f"{name}: found_drop"] = (
+                    "not measured, because no page of the gate split has a labelled text"
+                )
             if self.precision != "auto" and not verdicts[precision].reason:
                 break
         left_out = {precision: verdict.reason for precision, verdict in verdicts.items() if verdict.reason}

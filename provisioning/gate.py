@@ -80,7 +80,7 @@ class Gate:
         agreement = self._agreement(precision, content, overlap)
         checks = [_kept("overlap", self.graph.gate.overlap, agreement)]
         comparison: dict[str, Any] | None = None
-        if self.graph.gate.found_drop is not None and set(READERS.values()) <= set(self.published):
+        if self.graph.gate.found_drop is not None:
             pages = self.split.pages
             original = self._read_pages("original", self.published[self.name])
             packed = self._read_pages(precision, content)

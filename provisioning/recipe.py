@@ -142,6 +142,9 @@ def _check(recipe: Recipe, path: Path) -> None:
         if graph.role == "recognise" and "ctc_head" not in graph.passes:
             msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"
             raise SourceError(msg)
+        if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(ROLES):
+            msg = f"recipe {path}: graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
+            raise ConfigError(msg)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
             raise ConfigError(msg)
