@@ -25,8 +25,8 @@ from models import schema
 from models.bundle import Accuracy, Agreement, Check
 from models.errors import BadInput
 from models.spec import Array, ModelSpec
-from models.tasks import Run, text
 from models.tasks import lines as lines_task
+from models.tasks import text
 from models.tasks.reading import Reading
 from provisioning.data import Line, Page
 
@@ -104,10 +104,6 @@ def read_pages(
     def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
         return sessions[graph].run(inputs)
 
-    return _on_each(pages, run, task, threads)
-
-
-def _on_each(pages: Sequence[Page], run: Run, task: Reading, threads: int) -> list[list[str]]:
     with ThreadPoolExecutor(threads) as pool:
         answers = pool.map(lambda page: task.predict(page.picture, run)["lines"], pages)
         return [[str(line["text"]) for line in lines] for lines in answers]

@@ -104,8 +104,7 @@ class Report:
                 _percent(check.measured),
                 " to ".join(map(_percent, check.interval)),
                 "<span class=met>met</span>" if check.met else "<span class=missed>missed</span>",
-                escape(check.on)
-                + ("" if check.resolved else " <span class=missed>(too few to resolve this limit)</span>"),
+                ("" if check.resolved else "<span class=missed>not resolved by</span> ") + escape(check.on),
             )
             for label, check in self.checks
         ]

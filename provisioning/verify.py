@@ -43,33 +43,16 @@ def verify(folder: BundleFolder, split: Split, precision: str, runtime: Runtime,
     folder.check_content()
     room = _Room(folder, runtime, threads, precision)
     lines, pages = split.lines, split.pages
-    nothing = {"exact": None, "cer": None, "lines": 0}
-    comparison: dict[str, Any] = {"original": nothing, "packed": nothing, "agreement": None}
-    comparison |= {"interval": {"exact": None, "cer": None}, "resolved": False, "by_source": {}}
-    checks: list[tuple[str, Check]] = []
-    read: dict[str, list[str]] = {}
-    if lines:
-        for what in (ORIGINAL, "packed"):
-            tell(f"{room.reader}: reading {len(lines)} lines, {what}")
-            graph = room.graph(room.reader, ORIGINAL if what == ORIGINAL else room.precisions[room.reader])
-            read[what] = accuracy.read_lines(graph, lines, room.labels, runtime, threads, published=what == ORIGINAL)
-        comparison = accuracy.compare(lines, read[ORIGINAL], read["packed"])
-        limits = room.limits(room.reader)
-        found = gate.recogniser_checks(lines, read[ORIGINAL], read["packed"], limits)
-        checks += [(f"{room.reader} {room.precisions[room.reader]}", check) for check in found]
+    comparison, checks = room.compare_lines(split, tell)
     on_pages: dict[str, Any] | None = None
     shown: dict[str, Mapping[str, Any]] = {}
-    if any(page.texts for page in pages) and room.reads_pages:
-        detector = gate.READERS["detect"]
-        texts = {what: room.read_pages(split, what, tell) for what in (ORIGINAL, "detector", "packed")}
-        on_pages = accuracy.compare_pages(pages, texts[ORIGINAL], texts["packed"])
-        alone = accuracy.compare_pages(pages, texts[ORIGINAL], texts["detector"])
-        if on_pages and alone:
-            shown = {f"{detector} {room.precisions[detector]}": alone, "all packed": on_pages}
-            on_pages["detector"] = alone["packed"] | {name: alone[name] for name in ("interval", "standard_error")}
-            on_pages["pages"] = len(pages)
-        found = gate.detector_checks(pages, texts[ORIGINAL], texts["detector"], room.limits(detector))
-        checks += [(f"{detector} {room.precisions[detector]}", check) for check in found]
+    compared = room.compare_pages(split, tell)
+    if compared:
+        alone, everything, check = compared
+        detector = {name: alone[name] for name in ("interval", "standard_error")} | alone["packed"]
+        on_pages = {**everything, "detector": detector, "pages": len(pages)}
+        shown = {room.label(gate.READERS["detect"]): alone, "all packed": everything}
+        checks += check
     tell("measuring latency")
     latency_ms, size_bytes = room.latency_ms(), room.size_bytes()
     manifest = folder.manifest
@@ -89,7 +72,6 @@ def verify(folder: BundleFolder, split: Split, precision: str, runtime: Runtime,
         "runtime": runtime.name,
         "machine": machine(),
     }
-    label = f"{room.reader} {room.precisions[room.reader]}"
     report = Report(
         title=f"{manifest.name} {manifest.version} against its checkpoints",
         facts={
@@ -100,7 +82,7 @@ def verify(folder: BundleFolder, split: Split, precision: str, runtime: Runtime,
             "runtime": runtime.name,
             "machine": str(machine()["cpu"]),
         },
-        lines={label: comparison} if lines else {},
+        lines={room.label(room.reader): comparison} if lines else {},
         pages=shown,
         checks=checks,
         latency_ms=latency_ms,
@@ -140,6 +122,46 @@ class _Room:
         measured = self._folder.measurements("cpu")
         latency_ms = measured.latency_ms.get(name, {}) if measured else {}
         return fastest({one: latency_ms.get(one, math.inf) for one in variants})
+
+    def label(self, name: str) -> str:
+        """A graph and its precision, in words."""
+        return f"{name} {self.precisions[name]}"
+
+    def compare_lines(self, split: Split, tell: Tell) -> tuple[dict[str, Any], list[tuple[str, Check]]]:
+        """What checkpoint and bundle read on the lines, held against the limits; nulls when there are no lines."""
+        lines, name = split.lines, self.reader
+        if not lines:
+            nothing = {"exact": None, "cer": None, "lines": 0}
+            comparison: dict[str, Any] = {"original": nothing, "packed": nothing, "agreement": None}
+            return comparison | {"interval": {"exact": None, "cer": None}, "resolved": False, "by_source": {}}, []
+        read = {}
+        for precision in (ORIGINAL, self.precisions[name]):
+            tell(f"{name} {precision}: reading {len(lines)} lines")
+            graph, published = self.graph(name, precision), precision == ORIGINAL
+            read[precision] = accuracy.read_lines(
+                graph, lines, self.labels, self._runtime, self._threads, published=published
+            )
+        original, packed = read.values()
+        checks = gate.recogniser_checks(lines, original, packed, self.limits(name))
+        return accuracy.compare(lines, original, packed), [(self.label(name), check) for check in checks]
+
+    def compare_pages(
+        self, split: Split, tell: Tell
+    ) -> tuple[dict[str, Any], dict[str, Any], list[tuple[str, Check]]] | None:
+        """What checkpoints and bundle find on the pages: with only the detector packed, with all packed, and checks.
+
+        None when no text is labelled there, or the bundle reads no pages.
+        """
+        name, pages = gate.READERS["detect"], split.pages
+        if not self.reads_pages or not any(page.texts for page in pages):
+            return None
+        original, detector, packed = (self.read_pages(split, what, tell) for what in (ORIGINAL, "detector", "packed"))
+        alone = accuracy.compare_pages(pages, original, detector)
+        everything = accuracy.compare_pages(pages, original, packed)
+        if alone is None or everything is None:
+            return None
+        checks = gate.detector_checks(pages, original, detector, self.limits(name))
+        return alone, everything, [(self.label(name), check) for check in checks]
 
     def graph(self, name: str, precision: str) -> bytes:
         """One graph of the bundle, or the checkpoint it was made of as "original"."""

@@ -173,7 +173,7 @@ def shown(check: Check, **parts: Any) -> str:  # noqa: ANN401 - fields of Report
 @pytest.mark.parametrize(
     ("check", "said"),
     [
-        (Check("exact_drop", 0.01, 0.0, True, "9 lines", (0.0, 0.0), resolved=False), "too few to resolve this limit"),
+        (Check("exact_drop", 0.01, 0.0, True, "9 lines", (0.0, 0.0), resolved=False), "not resolved by</span> 9 lines"),
         (Check("exact_drop", 0.01, 0.02, False, "999 lines", (0.01, 0.03)), "missed"),
         (Check("exact_drop", 0.01, 0.0, True, "999 lines", (0.0, 0.0)), ">met<"),
     ],
