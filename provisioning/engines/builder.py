@@ -243,6 +243,9 @@ def main() -> int:
     except ApplianceError as error:
         tell({"failed": str(error), "layer": ""})
         return 1
+    except OSError as error:
+        tell({"failed": f"{error.filename or 'the plan'} cannot be used ({error.strerror}): make room", "layer": ""})
+        return 1
     return 0
 
 
