@@ -17,6 +17,7 @@ from appliance.runtime import Session, choose
 from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
+from models.engine import ENGINES
 from models.errors import ApplianceError, BundleError, ModelError, NotFound
 from models.folder import BundleFolder
 from models.measurements import fastest
@@ -46,7 +47,7 @@ class Model:
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
-        self.runtime = choose(order.runtime)
+        self.runtime = choose(order.runtime, engines=Path(order.bundle, ENGINES) if order.bundle else None)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
             if folder.manifest.digest != order.digest:

@@ -29,7 +29,7 @@ PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(Ten
 MOST_PICTURES = 16
 """In one request; more would only keep others waiting."""
 
-_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
+_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "tensorrt-rtx": "tensorrt_plan"}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000

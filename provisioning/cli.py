@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance import __version__
+from models.engine import BACKENDS, BUILD_CHECK
+from models.engine import TARGETS as ENGINE_TARGETS
 from models.errors import ApplianceError, ConfigError, WorkshopError
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 TARGETS = ("cpu",)
+_MIB = 2**20
 
 
 class Precision(str, Enum):
@@ -99,10 +102,12 @@ def _progress() -> Iterator[Any]:
 
     with _err.status("starting") as status:  # animated on a terminal only
 
-        def report(text: str) -> None:
-            finish()
-            started.append((text, time.monotonic()))
+        def report(text: str, *, within: bool = False) -> None:
+            """`within` a step, its state is shown, and no line is printed."""
             status.update(text)
+            if not within:
+                finish()
+                started.append((text, time.monotonic()))
 
         try:
             yield report
@@ -214,6 +219,42 @@ def _print_verified(result: Mapping[str, Any]) -> None:
         size_bytes = result["size_bytes"][name]
         costs = (f"{one} {ms:.1f} ms, {size_bytes[one] / 1e6:.2f} MB" for one, ms in latency_ms.items())
         _out.print(f"{name}: " + "; ".join(costs))
+
+
+@app.command(name="compile", epilog=_epilog("provision compile ppocr-v4 --target rtx --backend tensorrt-rtx"))
+def compile_(
+    bundle: Bundle,
+    target: Annotated[str, typer.Option(help="What to compile for: " + ", ".join(ENGINE_TARGETS))],
+    backend: Annotated[str, typer.Option(help="auto (what is installed), " + " or ".join(BACKENDS))] = "auto",
+    precision: Annotated[Precision, typer.Option(help="auto: every precision of each graph.")] = Precision.auto,
+    workspace_mib: Annotated[int, typer.Option(min=1, help="Device memory that a kernel may use as it runs.")] = 1024,
+    time_limit_s: Annotated[float, typer.Option(min=1, help="A build that takes longer is stopped.")] = 1800,
+    memory_limit_mib: Annotated[int, typer.Option(min=1, help="A build that holds more RAM is stopped.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Compile the graphs of a bundle into engines for one kind of device, each with its passport."""
+    from models.folder import BundleFolder  # noqa: PLC0415 - see the top
+    from provisioning import engines  # noqa: PLC0415
+    from provisioning.cache import Cache  # noqa: PLC0415
+    from provisioning.engines.child import Limits  # noqa: PLC0415
+
+    limits = Limits(time_limit_s, memory_limit_mib * _MIB)
+    wish = engines.Wish(target, backend, precision.value, workspace_mib * _MIB, limits)
+    with _progress() as report:
+        made = engines.compile_bundle(BundleFolder(bundle), wish, Cache.of_user(), report)
+    if as_json:
+        _print_json({"target": target, "engines": [one.to_json() for one in made]})
+        return
+    table = Table("graph", "precision", "MB", "s", "MiB in RAM", "valid for", "purpose", box=box.SIMPLE)
+    for one in made:
+        passport, facts = one.passport, one.passport.valid_for
+        size, memory = f"{passport.plan.size_bytes / 1e6:.2f}", str(one.built.memory_bytes // _MIB)
+        valid = f"SM {facts.sm}, {facts.backend} {facts.version} {facts.module}".strip()
+        row = (passport.graph, passport.precision, size, f"{one.built.seconds:.1f}", memory, valid, passport.purpose)
+        table.add_row(*row)
+    _out.print(table)
+    if any(one.passport.purpose == BUILD_CHECK for one in made):
+        _out.print(f"{BUILD_CHECK}: shows that the graphs compile; never executed, and not served unless asked for")
 
 
 def _accuracy_cells(measured: dict[str, Any]) -> tuple[str, str, str]:
