@@ -227,7 +227,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
-    here = machine()
+    here = machine(runtime=config.runtime)
     passed = {precision for graph in manifest.graphs.values() for precision in graph.variants}
     if config.precision != "auto" and config.precision not in passed:
         msg = f"{path} holds no graph in {config.precision}: choose auto or {', '.join(sorted(passed))}"

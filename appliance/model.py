@@ -21,6 +21,7 @@ from appliance.runtime import Session, choose
 from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
+from models.engine import ENGINES
 from models.errors import ApplianceError, BundleError, InsufficientMemory, ModelError, NotFound
 from models.folder import BundleFolder
 from models.measurements import Memory, fastest
@@ -45,7 +46,8 @@ class Model:
     def __init__(self, order: wire.Open) -> None:
         """Load and prove the model of `order`; raises BundleError when it cannot be trusted."""
         started = time.perf_counter()
-        self.runtime = choose(order.runtime, run_limit_bytes=order.run_limit_bytes)
+        engines = Path(order.bundle, ENGINES) if order.bundle else None
+        self.runtime = choose(order.runtime, engines=engines, run_limit_bytes=order.run_limit_bytes)
         gauge = Gauge()
         self.overhead_bytes = host.process_bytes(os.getpid())
         before_bytes = gauge.resident_bytes()

@@ -1,4 +1,7 @@
-"""The one room between the doors (HTTP, MQTT) and the workers: infer, predict, execute, status."""
+"""The one room between the doors (HTTP, MQTT) and the workers: infer, predict, execute, status.
+
+Past 400 lines with `Bundle`, what it serves: the two are read together, and each door sees both.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(Ten
 MOST_PICTURES = 16
 """In one request; more would only keep others waiting."""
 
-_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
+_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "tensorrt-rtx": "tensorrt_plan"}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000

@@ -2,6 +2,8 @@
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
 and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
+Past 400 lines because all of it turns around one worker and one timer: what is decided lies in the core already, and
+what is left shares nearly every field.
 """
 
 from __future__ import annotations
@@ -370,8 +372,12 @@ class Supervisor:
         if message.memory:
             known = self.memory.run_bytes if self.memory else {}
             self.memory = replace(message.memory, run_bytes={**known, **message.memory.run_bytes})
-        # The next worker need not measure again what this one has.
-        self._ways = [replace(way, latency_ms={**way.latency_ms, **message.latency_ms}) for way in self._ways]
+        # The next worker need not measure again what this one has, and what serves already is no other way.
+        self._ways = [
+            replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
+            for i, way in enumerate(self._ways)
+            if i <= self.health.way or not _serves(message, way)
+        ]
         self._watch.rest(time.monotonic())
         self._moved(Event.BECAME_READY)
         log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
@@ -544,6 +550,11 @@ def arena_bytes_of(limits: Limits) -> int:
     # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
     most = 3 * limits.concurrency
     return most * (limits.body_bytes + wire.INLINE_BYTES)
+
+
+def _serves(ready: wire.Ready, way: wire.Open) -> bool:
+    """Whether opening the model in that way would give what is open already."""
+    return ready.runtime == way.runtime and {info.precision for info in ready.graphs.values()} == {way.precision}
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

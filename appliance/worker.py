@@ -178,7 +178,8 @@ def _load_libraries(runtime: str) -> None:
     import appliance.model  # noqa: F401, PLC0415 - see `serve`
     from appliance.runtime import choose  # noqa: PLC0415
 
-    choose(runtime)
+    if runtime == "onnxruntime-cpu":  # one of a GPU would open a context, which costs hundreds of MB without a model
+        choose(runtime)
 
 
 def main() -> None:

@@ -1,19 +1,20 @@
 """The hardware seam: what opens a graph here and runs it.
 
-`Runtime` and `Session` are protocols with two full implementations: `null` (no model, for tests and for
-trying the daemon) and `onnx` (onnxruntime). One is chosen by name at start; after that it is an object.
-Both pass the contract suite in tests/contract.
+`Runtime` and `Session` are protocols with three full implementations: `null` (no model, for tests and for
+trying the daemon), `onnx` (onnxruntime) and `tensorrt` (TensorRT, or TensorRT-RTX where a profile asks for it).
+One is chosen by name at start; after that it is an object. All pass the contract suite in tests/contract.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, get_args
 
 from models.errors import ConfigError
 from models.spec import Array, ModelSpec
 
-RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "null"]
+RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "tensorrt", "tensorrt-rtx", "null"]
 
 
 class Session(Protocol):
@@ -45,15 +46,21 @@ class Runtime(Protocol):
         """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""
 
 
-def choose(name: str, *, run_limit_bytes: int = 0) -> Runtime:
-    """The runtime of that name; only its own libraries are imported. Raises ConfigError for unknown names.
+def choose(name: str, *, engines: Path | None = None, run_limit_bytes: int = 0) -> Runtime:
+    """The runtime of that name; only its own libraries are imported.
 
-    With a limit, all runs of all its sessions together may take that much memory beside the weights.
+    `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones. With a limit, all runs
+    of all sessions together may take that much memory beside the weights; runtimes of a GPU have none yet.
+    Raises ConfigError for unknown names and missing libraries.
     """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
         return OnnxRuntime(run_limit_bytes)
+    if name in {"tensorrt", "tensorrt-rtx"}:
+        from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
+
+        return TensorRtRuntime(name, engines)
     if name == "null":
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
