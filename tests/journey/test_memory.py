@@ -109,7 +109,7 @@ def test_a_model_that_fits_only_in_place_of_a_busy_one_is_refused_with_the_figur
     daemon.stop()
 
 
-def test_a_leaking_model_is_recycled_before_it_outgrows_its_lease_and_loses_no_request(
+def test_a_leaking_model_is_recycled_when_it_outgrows_its_lease_and_loses_no_request(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
     daemon = start(start_daemon, tmp_path, {"leak": {"leak_bytes": 2 * MIB, "delay_s": 0.005}})
