@@ -2,6 +2,9 @@
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
 and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
+
+It is past 400 lines because every step is a few lines on the same state: the life, what it holds, the queue, the
+health, one timer. Cut in two, each half would need most of the other's.
 """
 
 from __future__ import annotations
