@@ -8,6 +8,7 @@
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
     │   ├── Overloaded           the queue is full
     │   ├── NotReady             the model is loading, restarting or quarantined
+    │   ├── InsufficientMemory   the memory budget does not hold it
     │   ├── WorkerLost           the worker died or hung while it held the request
     │   └── DeadlineExceeded     the caller's own deadline passed first
     ├── ModelError             the model or its runtime failed on a valid request
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "GateFailed",
+    "InsufficientMemory",
     "ModelError",
     "NotFound",
     "NotReady",
@@ -81,6 +83,17 @@ class Overloaded(Unavailable):
 
 class NotReady(Unavailable):
     """The model is loading, restarting or quarantined."""
+
+
+class InsufficientMemory(Unavailable):
+    """A model or a batch does not fit into the memory budget, now or ever."""
+
+    def __init__(
+        self, message: str, *, need_bytes: int = 0, have_bytes: int = 0, would_evict: tuple[str, ...] = ()
+    ) -> None:
+        """Say with `message` what the three figures are; they are 0 when only a worker knows."""
+        super().__init__(message)
+        self.need_bytes, self.have_bytes, self.would_evict = need_bytes, have_bytes, would_evict
 
 
 class WorkerLost(Unavailable):
