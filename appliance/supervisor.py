@@ -98,6 +98,8 @@ class Supervisor:
         self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
+        self._on_change: Callable[[], None] = lambda: None
+        self._on_measured: Callable[[], None] = lambda: None
         self._unmeasured: set[int] = set()
         """Runs that take nobody knows how much."""
         self._quiet = asyncio.Event()
