@@ -35,7 +35,9 @@ class NullRuntime:
 class NullSession:
     """`y` is a copy of `x` after `delay_s` seconds."""
 
-    spec = ModelSpec(inputs=(TensorSpec("x", "FP32", (-1, -1)),), outputs=(TensorSpec("y", "FP32", (-1, -1)),))
+    spec = ModelSpec(
+        inputs=(TensorSpec("x", "FP32", (-1, -1), "NC"),), outputs=(TensorSpec("y", "FP32", (-1, -1), "NC"),)
+    )
 
     def __init__(self, delay_s: float) -> None:
         """Take `delay_s` for each run."""

@@ -71,7 +71,7 @@ def test_a_worker_that_cannot_be_started_leaks_nothing_and_is_tried_again(
 
 @pytest.mark.parametrize(
     "message",
-    [b"\xff", wire.encode(wire.Done(7, (), {}))[0], wire.encode(wire.Free(((0, 1, 1),)))[0]],
+    [b"\xff", wire.encode(wire.Done(7, (), {})), wire.encode(wire.Free(((0, 1, 1),)))],
     ids=["no message", "an answer to nothing", "memory it never had"],
 )
 def test_a_worker_that_talks_nonsense_is_replaced(
