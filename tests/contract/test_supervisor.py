@@ -176,7 +176,7 @@ def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None
             )
         ours.settimeout(20)
         order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
-        wire.send_with_fds(ours, wire.encode(order)[0], [requests.fd, answers.fd])
+        wire.send_with_fds(ours, wire.encode(order), [requests.fd, answers.fd])
         assert isinstance(wire.decode(ours.recv(wire.MESSAGE_BYTES))[0], wire.Ready)
         ours.send(b"\xff")
         last, _payloads, _slots = wire.decode(ours.recv(wire.MESSAGE_BYTES))
