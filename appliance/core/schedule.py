@@ -298,7 +298,7 @@ class Schedule(Generic[T]):
             raise Overloaded(msg, wait_s)
         limit_s = self._longest_wait_s()
         if wait_s > limit_s and len(self._waiting) + len(self._held) >= FULL:
-            msg = f"it would wait {_spelled(wait_s)}, more than the {_spelled(limit_s)} allowed here: retry later or send fewer"
+            msg = f"it would wait {_spelled(wait_s)}, longest is {_spelled(limit_s)}: retry later or send fewer"
             raise Overloaded(msg, wait_s)
 
     def _longest_wait_s(self) -> float:
