@@ -30,6 +30,7 @@ from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.core.limits import Limits
+from appliance.faults import Faults, Switch
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from models.bundle import check_name
@@ -69,7 +70,8 @@ async def _run(config: settings.Settings) -> int:
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
-        started_at = time.time()
+        clock = host.WallClock()
+        started_at = clock()
 
         def facts() -> dict[str, Any]:
             return {
@@ -77,13 +79,19 @@ async def _run(config: settings.Settings) -> int:
                     "synced": config.clock.assume_synced or host.clock_synced(),
                     "assumed": config.clock.assume_synced,
                     "started_at": round(started_at),
+                    "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
                 "mqtt": mqtt.status() if mqtt else None,
+                "faults_enabled": config.faults.enabled,
             }
 
-        service = Service(_bundles(config, store), device_id=device_id, facts=facts)
-        mqtt = Mqtt(_broker(config.mqtt), service, now=time.time) if config.mqtt.host else None
+        switches: dict[str, Switch] = {"clock-step": clock.step, "disk-full": store.pretend_full}
+        faults = Faults(switches) if config.faults.enabled else None
+        service = Service(_bundles(config, store), device_id=device_id, facts=facts, faults=faults)
+        mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
+        if mqtt:
+            switches["broker-loss"] = mqtt.lose_broker
         server = _Server(
             uvicorn.Config(
                 http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes),
@@ -191,7 +199,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
-    here = machine()
+    here = machine(runtime=config.runtime)
     passed = {precision for graph in manifest.graphs.values() for precision in graph.variants}
     if config.precision != "auto" and config.precision not in passed:
         msg = f"{path} holds no graph in {config.precision}: choose auto or {', '.join(sorted(passed))}"

@@ -12,10 +12,12 @@ import numpy as np
 import orjson
 
 from appliance import wire
+from appliance.broken import BrokenSession
 from appliance.runtime import Session, choose
 from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
+from models.engine import ENGINES
 from models.errors import ApplianceError, BundleError, ModelError, NotFound
 from models.folder import BundleFolder
 from models.measurements import fastest
@@ -46,7 +48,7 @@ class Model:
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
-        self.runtime = choose(order.runtime)
+        self.runtime = choose(order.runtime, engines=Path(order.bundle, ENGINES) if order.bundle else None)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
             if folder.manifest.digest != order.digest:
@@ -58,7 +60,7 @@ class Model:
                 self._open_best(folder, name, graph, order)
         else:
             self._task = tasks.make(TaskSpec("tensors"), [])
-            self._open_bare(Path(order.onnx))
+            self._open_bare(Path(order.onnx), spoiled=order.spoiled)
         self.load_s = time.perf_counter() - started
 
     def describe(self) -> wire.Ready:
@@ -138,6 +140,12 @@ class Model:
         answers, inference_ms = _timed(lambda: run_finite(session, arrays, outputs))
         return answers, {"inference": inference_ms}
 
+    def break_(self, fault: str, amount: float) -> None:
+        """Fault injection: break every session in that way, or make them whole again with "none"."""
+        for name, session in self._sessions.items():
+            whole = session.whole if isinstance(session, BrokenSession) else session
+            self._sessions[name] = whole if fault == "none" else BrokenSession(whole, fault, amount)
+
     def _session(self, graph: str) -> Session:
         if graph not in self._sessions:
             msg = f"there is no graph {graph!r}; this bundle has {', '.join(sorted(self._sessions))}"
@@ -153,7 +161,11 @@ class Model:
         opened: dict[str, Session] = {}
         for precision in candidates:
             variant = graph.variants[precision]
-            opened[precision] = self.runtime.open(folder.read(variant.graph), threads=1)
+            content = folder.read(variant.graph)
+            if order.spoiled:
+                content = _spoiled(content)
+                variant.graph.check(content)  # as reading it from a disk that turned the byte would have been
+            opened[precision] = self.runtime.open(content, threads=1)
             check_spec(f"graph {name!r} in {precision}", graph.spec, opened[precision].spec)
             prove(opened[precision], folder, variant.golden)
         best = candidates[0]
@@ -165,14 +177,14 @@ class Model:
             opened[precision].close()
         self._sessions[name], self._specs[name], self.precisions[name] = opened[best], graph.spec, best
 
-    def _open_bare(self, path: Path) -> None:
+    def _open_bare(self, path: Path, *, spoiled: bool) -> None:
         """Open one ONNX file as the only graph and try to run it once on zeros."""
         try:
             content = path.read_bytes()
         except OSError as error:
             msg = f"{path} cannot be read ({error.strerror}): bring it back, or give another with --onnx NAME=FILE"
             raise BundleError(msg) from error
-        session = self.runtime.open(content, threads=1)
+        session = self.runtime.open(_spoiled(content) if spoiled else content, threads=1)
         self._sessions[wire.BARE_GRAPH], self._specs[wire.BARE_GRAPH] = session, session.spec
         self.precisions[wire.BARE_GRAPH] = "as given"
         for size in _TRIED_SIZES:
@@ -242,6 +254,11 @@ def prove(session: Session, folder: BundleFolder, golden: Golden) -> None:
             if not off <= golden.tolerance:  # NaN must fail too
                 msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
                 raise BundleError(msg)
+
+
+def _spoiled(content: bytes) -> bytes:
+    """`content` as a disk gives it that has turned its first byte."""
+    return bytes([content[0] ^ 0xFF]) + content[1:]
 
 
 def _finite(array: Array) -> bool:

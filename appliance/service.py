@@ -17,6 +17,7 @@ from appliance.core.faults import Fault
 from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.faults import MEND, Faults, Injection
 from appliance.supervisor import Supervisor
 from models.bundle import Manifest
 from models.errors import BadInput, ModelError, NotFound, TooLarge
@@ -28,7 +29,7 @@ PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(Ten
 MOST_PICTURES = 16
 """In one request; more would only keep others waiting."""
 
-_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
+_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "tensorrt-rtx": "tensorrt_plan"}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
@@ -179,15 +180,25 @@ class Bundle:
 class Service:
     """Everything the doors may ask for."""
 
-    def __init__(self, bundles: Sequence[Bundle], *, device_id: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Serve `bundles`; `facts` adds what only the host or a door knows to `status`."""
+    def __init__(
+        self,
+        bundles: Sequence[Bundle],
+        *,
+        device_id: str,
+        facts: Callable[[], Mapping[str, Any]],
+        faults: Faults | None = None,
+    ) -> None:
+        """Serve `bundles`; `facts` adds what only the host or a door knows to `status`.
+
+        `faults` injects faults; None where that is off.
+        """
         self.device_id = device_id
         self.listeners: list[Callable[[], None]] = []
         """Called on the event loop when what `status` says of a model has changed."""
         self.observers: list[Observer] = []
         """Told of each request for a model that is served, whatever became of it; must be quick."""
         self._bundles = bundles
-        self._facts = facts
+        self._facts, self._faults = facts, faults
         self._started = time.monotonic()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._by_model = {name: bundle for bundle in bundles for name in bundle.names}
@@ -256,6 +267,16 @@ class Service:
         while len(self._results) > _REMEMBERED_COMMANDS:
             self._results.popitem(last=False)
         return result
+
+    def inject(self, injection: Injection) -> None:
+        """Break something on purpose, or mend everything; raises NotFound where that is off, BadInput, NotReady."""
+        if self._faults is None:
+            raise NotFound("fault injection is off: set faults.enabled, and start the daemon again")
+        if injection.fault == MEND:
+            self._faults.mend([bundle.supervisor for bundle in self._bundles])
+        else:
+            bundle = self._bundle(injection.model) if injection.model else None
+            self._faults.inject(injection, bundle.supervisor if bundle else None)
 
     def status(self) -> dict[str, Any]:
         """What an operator wants to know, as plain data."""

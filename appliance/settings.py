@@ -98,6 +98,12 @@ class Clock(_Part):
     assume_synced: bool = Field(default=False, description="take the clock for synchronised; shown in status")
 
 
+class Faults(_Part):
+    """Fault injection, for drills."""
+
+    enabled: bool = Field(default=False, description="let administrators break this daemon on purpose")
+
+
 class Settings(BaseSettings):
     """Everything the daemon is told, made once at start."""
 
@@ -124,6 +130,7 @@ class Settings(BaseSettings):
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
     clock: Clock = Clock()
+    faults: Faults = Faults()
 
     @classmethod
     def settings_customise_sources(

@@ -88,6 +88,7 @@ class Supervisor:
         self._watch = self._new_watch()
         self._proof: int | None = None
         self._building: asyncio.Future[None] | None = None
+        self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = NEVER
         self._gone = asyncio.Event()
@@ -191,6 +192,26 @@ class Supervisor:
         self._on_change()
         self._rearm()
 
+    def sabotage(self, fault: str, amount: float) -> None:
+        """Fault injection: break the worker (see `wire.Break`), or spoil its next load with "corrupt-plan".
+
+        "none" makes it whole, and the model as it was meant to be. Raises NotReady when there is no worker to break.
+        """
+        if fault == "corrupt-plan":
+            self._spoiled = True
+            self.renew()
+            return
+        if self._life and self._attended:
+            self._send(self._life, wire.Break(fault, amount))
+        elif fault != "none":
+            raise self._not_ready(time.monotonic())
+        if fault != "none":
+            return
+        if self.health.degraded or self.health.refuses:
+            self.renew()
+        else:
+            self.health = self.health.forgiven()
+
     def _moved(self, event: Event) -> None:
         self.health = self.health.after(event, time.monotonic())
         self._on_change()
@@ -209,7 +230,7 @@ class Supervisor:
             reason=reason,
             rung=health.rung.value if health.rung else "quarantine",
             skipped=[rung.value for rung in health.missing] or None,
-            in_s=round(health.retry_at - now, 3),
+            in_s=None if health.state is State.READY else round(health.retry_at - now, 3),
             **({} if code is None else {"cuda_error": code}),
         )
         if health.reboot_wanted:
@@ -253,7 +274,9 @@ class Supervisor:
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        life.link.send(wire.encode(self._ways[self.health.way]), [life.requests.fd, life.answers.fd])
+        data = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
+        self._spoiled = False
+        life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
     def _receive(self, life: Life, data: bytes) -> None:
@@ -287,8 +310,12 @@ class Supervisor:
                 life.requests.free(Slot(*slot))
         elif isinstance(message, wire.Ready):
             self.ready = message
-            # The next worker need not measure again what this one has.
-            self._ways = [replace(way, latency_ms={**way.latency_ms, **message.latency_ms}) for way in self._ways]
+            # The next worker need not measure again what this one has, and what serves already is no other way.
+            self._ways = [
+                replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
+                for i, way in enumerate(self._ways)
+                if i <= self.health.way or not _serves(message, way)
+            ]
             self._watch.rest(time.monotonic())
             self._moved(Event.BECAME_READY)
             log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
@@ -501,6 +528,11 @@ def _run(ticket: Ticket[Work], *, one_run: bool) -> wire.Run:
 
 def _late(what: str) -> DeadlineExceeded:
     return DeadlineExceeded(f"the deadline passed while the request {what}: allow more time")
+
+
+def _serves(ready: wire.Ready, way: wire.Open) -> bool:
+    """Whether opening the model in that way would give what is open already."""
+    return ready.runtime == way.runtime and {info.precision for info in ready.graphs.values()} == {way.precision}
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

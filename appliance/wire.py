@@ -5,7 +5,7 @@ A message is a dataclass below and a list of payloads; a packet holds one or mor
 back with `Free`. A SEQPACKET socket keeps packets whole, so there is no framing and no partial read.
 
     daemon -> worker    Open (first, with the two arenas), Run (those of a packet are one batch), Prove, Drop, Free,
-                        Stop
+                        Break, Stop
     worker -> daemon    Ready (once), Progress, Done or Error or Skipped (once a Run or Prove), Free,
                         Failed (its last word)
 """
@@ -47,6 +47,8 @@ class Open:
     max_pixels: int = 64_000_000
     digest: str = ""
     """Identity that the bundle must have: another one may have been written into the folder since."""
+    spoiled: bool = False
+    """Fault injection: read one byte of each graph wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,14 @@ class Free:
     """The receiver has finished with these slots of the sender's arena: (offset, length, generation)."""
 
     slots: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Fault injection: be broken from now on. `fault` is crash, hang, slow, leak, nan, or none for whole again."""
+
+    fault: str
+    amount: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +170,12 @@ class Skipped:
     id: int
 
 
-Message: TypeAlias = Open | Run | Prove | Drop | Free | Stop | Ready | Failed | Progress | Done | Error | Skipped
+Message: TypeAlias = (
+    Open | Run | Prove | Drop | Free | Break | Stop | Ready | Failed | Progress | Done | Error | Skipped
+)
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Open, Run, Prove, Drop, Free, Stop, Ready, Failed, Progress, Done, Error, Skipped)
+    kind.__name__: kind
+    for kind in (Open, Run, Prove, Drop, Free, Break, Stop, Ready, Failed, Progress, Done, Error, Skipped)
 }
 Parcel: TypeAlias = "tuple[Message, Sequence[Payload]]"
 """A message to send, with its payloads."""

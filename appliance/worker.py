@@ -86,20 +86,28 @@ class Worker:
                 if isinstance(message, wire.Run):
                     self._wanted.add(message.id)
                     batch.append(_Job(message, wire.join(message.tensors, payloads), slots))
-                elif isinstance(message, wire.Prove):
-                    self._work.put(message)
-                elif isinstance(message, wire.Drop):
-                    self._wanted.discard(message.id)
-                elif isinstance(message, wire.Free):
-                    with self._freed:
-                        for slot in message.slots:
-                            self._answers.free(Slot(*slot))
-                        self._freed.notify_all()
                 elif isinstance(message, wire.Stop):
                     # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
                     threading.Thread(target=self._leave, args=[threads], daemon=True).start()
+                else:
+                    self._heed(message)
             if batch:
                 self._work.put(batch)
+
+    def _heed(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Prove):
+            self._work.put(message)
+        elif isinstance(message, wire.Drop):
+            self._wanted.discard(message.id)
+        elif isinstance(message, wire.Break):
+            if message.fault == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            self._model.break_(message.fault, message.amount)
+        elif isinstance(message, wire.Free):
+            with self._freed:
+                for slot in message.slots:
+                    self._answers.free(Slot(*slot))
+                self._freed.notify_all()
 
     def _leave(self, threads: Sequence[threading.Thread]) -> None:
         for _ in threads:

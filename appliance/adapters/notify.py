@@ -21,6 +21,7 @@ def notify(state: str) -> None:
     if address.startswith("@"):
         address = f"\0{address[1:]}"
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.setblocking(False)  # a manager that does not read must not hold the event loop
         sock.sendto(state.encode(), address)
 
 

@@ -34,7 +34,7 @@ FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 GIVE_UP_AFTER = 8
 """Faults in a row after which a model that has no other way is quarantined."""
-PROOF_HOLDS_S = 1.0
+PROOF_HOLDS_S = 0.5
 """A worker that was proven so recently is not proven again for one more failed request."""
 STALLED_S = 10.0
 """What is overdue for longer will not happen any more."""
@@ -200,7 +200,7 @@ class WorkerHealth:
         if fault is Fault.BAD_INPUT or self.state is State.STOPPED:
             return self
         calm = self.state is State.READY and now - self.since >= self.patience.calm_s
-        known = replace(self, faults=0, tries={}, reboot_wanted="") if calm else self
+        known = self.forgiven() if calm else self
         rung, missing = _next_rung(known, fault, {*EVERYWHERE, *able})
         began_at = now if began_at is None else began_at
         hit = replace(
@@ -235,19 +235,12 @@ class WorkerHealth:
 
     def renewed(self, now: float) -> WorkerHealth:
         """All is forgiven and the model is started as it was meant to be, at once; counts of the past stay."""
-        return replace(
-            self,
-            state=State.WAITING,
-            since=now,
-            faults=0,
-            tries={},
-            retry_at=now,
-            way=0,
-            degraded="",
-            reboot_wanted="",
-            rung=None,
-            missing=(),
-        )
+        waiting = replace(self.forgiven(), state=State.WAITING, since=now, retry_at=now)
+        return replace(waiting, way=0, degraded="", rung=None, missing=())
+
+    def forgiven(self) -> WorkerHealth:
+        """Earlier faults count no more against the worker."""
+        return replace(self, faults=0, tries={}, reboot_wanted="")
 
 
 def failed(healths: Iterable[WorkerHealth], now: float) -> str:

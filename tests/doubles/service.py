@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from appliance.core.command import Command, CommandResult
+from appliance.faults import Injection
 from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Observer, Origin
 from models.errors import BadInput, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
@@ -88,6 +89,11 @@ class MemoryService:
     def execute(self, command: Command) -> CommandResult:
         """Carry out an order; the same id always gets the same answer."""
         return self._results.setdefault(command.id, CommandResult(command.id, "done", result=self.status()))
+
+    def inject(self, injection: Injection) -> None:
+        """Nothing can be broken in memory."""
+        del injection
+        raise NotFound("fault injection is off: set faults.enabled, and start the daemon again")
 
     def status(self) -> dict[str, Any]:
         """The same keys as the real service."""
