@@ -2,6 +2,9 @@
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
 and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
+
+It is past 400 lines because every step is a few lines on the same state: the life, what it holds, the queue, the
+health, one timer. Cut in two, each half would need most of the other's.
 """
 
 from __future__ import annotations
@@ -107,6 +110,11 @@ class Supervisor:
     def running(self) -> int:
         """Requests that the worker holds."""
         return len(self._watch)
+
+    @property
+    def service_s(self) -> float | None:
+        """Mean seconds that a request takes in the worker; None until one was measured."""
+        return self._schedule.service_s
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Spawn the first worker; `on_change` is called after each change of `health`."""

@@ -9,6 +9,9 @@ broadband applications", INFOCOM 1994): a ticket is tagged with the virtual time
 paid for it, and the smallest tag goes first. Requests without a source share as one source.
 
 Every operation costs O(log n). What leaves from the middle of a heap leaves its entry there until it surfaces.
+
+The file has more than 400 lines because who gets in, who is next and what travels together read the same sums of
+waiting work; each of the three alone is short.
 """
 
 from __future__ import annotations

@@ -138,6 +138,8 @@ def test_a_crowd_is_admitted_up_to_the_longest_wait_and_the_rest_is_told_when_to
             for number in range(3):
                 await ask(supervisor, number)
             outcomes = await asyncio.gather(*(ask(supervisor, number) for number in range(60)), return_exceptions=True)
+            assert supervisor.service_s is not None
+            assert 0.02 <= supervisor.service_s < 0.2
             refused = [one for one in outcomes if isinstance(one, Overloaded)]
             answered = [one for one in outcomes if isinstance(one, Answer)]
             assert len(refused) + len(answered) == 60
