@@ -86,6 +86,8 @@ class _Connection:
                 self.to_send = self.to_send[self.sock.send(self.to_send[:_CHUNK_BYTES]) :]
         except BlockingIOError:
             pass
+        except ConnectionError:
+            self.to_send = memoryview(b"")  # `receive` will see it too
 
     def receive(self) -> bool:
         """Whether the answer is complete; raises ConnectionError when it never will be."""
@@ -138,9 +140,18 @@ class _Load:
                 self._receive(connection, due_at)
 
     def _send(self, number: int) -> None:
-        connection = self._idle.pop() if self._idle else _Connection(self._address)
+        connection = self._connection()
         self._busy.add(connection)
         connection.start(number, self._request)
+
+    def _connection(self) -> _Connection:
+        """An idle one that the server has not closed for being idle, or a new one."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not select.select([connection], (), (), 0)[0]:
+                return connection
+            connection.sock.close()
+        return _Connection(self._address)
 
     def _receive(self, connection: _Connection, due_at: Sequence[float]) -> None:
         try:
