@@ -1,6 +1,6 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker FD`, FD being its end of the socket pair. The first message
+Started as `python -m appliance.worker RUNTIME FD`, FD being its end of the socket pair. The first message
 opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
 small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
@@ -16,12 +16,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.gauge import Meter
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
 
@@ -55,9 +56,12 @@ class Worker:
         self._freed = threading.Condition()
         self._work: queue.SimpleQueue[list[_Job] | wire.Prove | None] = queue.SimpleQueue()
         self._wanted: set[int] = set()
+        self._meter = Meter()
 
-    def serve(self) -> int:
+    def serve(self, runtime: str) -> int:
         """Open the model and answer until told to stop; the exit status of the process."""
+        with contextlib.suppress(Exception):  # it will happen again, where it can be told
+            _load_libraries(runtime)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
@@ -68,6 +72,8 @@ class Worker:
             from appliance.model import Model  # noqa: PLC0415
 
             self._model: Model = Model(order)
+            self._meter.known(order.memory)
+            self._idle_trim_s = order.idle_trim_s
             self._send([(self._model.describe(), ())])
         except Exception as error:  # a runtime's own fault: say it before dying of it
             self._send([(wire.Failed(*_told(error, "loading failed: ")), ())])
@@ -117,7 +123,7 @@ class Worker:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
-        while (work := self._work.get()) is not None:
+        while (work := self._next()) is not None:
             if isinstance(work, wire.Prove):
                 self._send([self._prove(work)])
                 continue
@@ -135,6 +141,13 @@ class Worker:
         with contextlib.suppress(OSError):
             self._send([(wire.Failed(*_told(error, "it failed: ")), ())])
         os._exit(1)
+
+    def _next(self) -> list[_Job] | wire.Prove | None:
+        """The next work; None at the end. When there is none for long, memory is given back meanwhile."""
+        with contextlib.suppress(queue.Empty):
+            return self._work.get(timeout=self._idle_trim_s if self._meter.dirty else None)
+        self._meter.clean(self._model.trim)
+        return self._work.get()
 
     def _prove(self, proof: wire.Prove) -> wire.Parcel:
         try:
@@ -161,10 +174,11 @@ class Worker:
             return wire.Skipped(run.id), ()
         started_at = time.monotonic()
         try:
-            if run.graph:
-                answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
-            else:
-                answer, timing_ms = self._model.predict(job.tensors[0], self._progress(run))
+            with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
+                if run.graph:
+                    answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
+                else:
+                    answer, timing_ms = self._model.predict(job.tensors[0], self._progress(run))
         except Exception as error:  # a task's or a library's fault must not end the worker
             return wire.Error(run.id, *_told(error)), ()
         return self._done(run, answer, timing_ms, time.monotonic() - started_at)
@@ -176,8 +190,10 @@ class Worker:
         if wanted:
             run = wanted[0].run
             started_at = time.monotonic()
+            requests = [job.tensors for job in wanted]
             try:
-                answers, timing_ms = self._model.infer_together(run.graph, [job.tensors for job in wanted], run.outputs)
+                with self._measured(run, sum(self._model.input_bytes(run.graph, tensors) for tensors in requests)):
+                    answers, timing_ms = self._model.infer_together(run.graph, requests, run.outputs)
             except Exception:  # whatever it is, it shows again in the run that causes it
                 self._answer_in_turn(batch)
                 return
@@ -187,6 +203,16 @@ class Worker:
                 self._done(job.run, answer, timing_ms, took_s) for job, answer in zip(wanted, answers, strict=True)
             ]
         self._reply(parcels)
+
+    @contextlib.contextmanager
+    def _measured(self, run: wire.Run, input_bytes: int) -> Iterator[None]:
+        """Around a computation: what memory it takes is measured once, and told."""
+        if not self._meter.knows(run.graph, input_bytes):
+            self._send([(wire.Unmeasured(run.id), ())])
+        with self._meter.run(run.graph, input_bytes, self._model.trim) as measured:
+            yield
+        for graph, bucket_bytes, run_bytes in measured:
+            self._send([(wire.Measured(graph, bucket_bytes, run_bytes), ())])
 
     def _unwanted(self, run: wire.Run) -> bool:
         """Whether nobody waits for the answer any more."""
@@ -247,6 +273,15 @@ def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
     return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
 
 
+def _load_libraries(runtime: str) -> None:
+    """Import what opening a model will need, while nobody waits for it."""
+    import appliance.model  # noqa: F401, PLC0415 - see `serve`
+    from appliance.runtime import choose  # noqa: PLC0415
+
+    if runtime == "onnxruntime-cpu":  # one of a GPU would open a context, which costs hundreds of MB without a model
+        choose(runtime)
+
+
 def main() -> None:
     """Entry of the worker process."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -254,11 +289,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=int(sys.argv[2]))
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve()
+        status = worker.serve(sys.argv[1])
     except Exception as error:
         worker.give_up(error)
     else:

@@ -8,6 +8,7 @@
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
     │   ├── Overloaded           the queue is full, or its wait too long
     │   ├── NotReady             the model is loading, restarting or quarantined
+    │   ├── InsufficientMemory   the memory budget does not hold it
     │   ├── WorkerLost           the worker died or hung while it held the request
     │   └── DeadlineExceeded     the caller's own deadline passed first
     ├── ModelError             the model or its runtime failed on a valid request
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DeadlineExceeded",
     "GateFailed",
+    "InsufficientMemory",
     "ModelError",
     "NotFound",
     "NotReady",
@@ -67,6 +69,8 @@ class NotFound(CallerError):
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
+    retry_after_s: float = 1.0
+
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         """Say what is the matter, and when a retry may help."""
         super().__init__(message)
@@ -79,6 +83,17 @@ class Overloaded(Unavailable):
 
 class NotReady(Unavailable):
     """The model is loading, restarting or quarantined."""
+
+
+class InsufficientMemory(Unavailable):
+    """A model or a batch does not fit into the memory budget, now or ever."""
+
+    def __init__(
+        self, message: str, *, need_bytes: int = 0, have_bytes: int = 0, would_evict: tuple[str, ...] = ()
+    ) -> None:
+        """Say with `message` what the three figures are; they are 0 when only a worker knows."""
+        super().__init__(message)
+        self.need_bytes, self.have_bytes, self.would_evict = need_bytes, have_bytes, would_evict
 
 
 class WorkerLost(Unavailable):

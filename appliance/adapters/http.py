@@ -30,6 +30,7 @@ from models.errors import (
     ApplianceError,
     BadInput,
     DeadlineExceeded,
+    InsufficientMemory,
     NotFound,
     NotReady,
     Overloaded,
@@ -46,6 +47,7 @@ STATUS: Mapping[type[ApplianceError], int] = {
     TooLarge: 413,
     Overloaded: 429,
     DeadlineExceeded: 504,
+    InsufficientMemory: 507,
     Unavailable: 503,
 }
 """Most derived class first; every other error is the appliance's own: 500."""
@@ -102,7 +104,7 @@ class Door:
 
     async def ready(self) -> Response:
         """200 when every model has answered a golden vector rightly."""
-        unready = [f"{info.name}: {info.reason}" for info in self._service.models() if not info.ready]
+        unready = [f"{info.name}: {info.reason}" for info in self._service.models() if info.wanted and not info.ready]
         if unready:
             raise NotReady("; ".join(unready))
         return Json({"ready": True})
@@ -272,7 +274,11 @@ def _add_errors(app: FastAPI) -> None:
     async def ours(_request: Request, error: Exception) -> Response:
         status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
         headers = {"retry-after": f"{max(1, round(error.retry_after_s))}"} if isinstance(error, Unavailable) else {}
-        return Json({"error": _shortened(str(error))}, status, headers)
+        figures = {}
+        if isinstance(error, InsufficientMemory):
+            names = ("need_bytes", "have_bytes", "would_evict")
+            figures = {name: getattr(error, name) for name in names}
+        return Json({"error": _shortened(str(error)), **figures}, status, headers)
 
     async def routing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class

@@ -149,6 +149,7 @@ class Schedule(Generic[T]):
         self._held: dict[int, tuple[Hashable, _Held]] = {}
         self._held_s = 0.0
         self._batches = 0
+        self.narrow(narrow=False)
 
     def __len__(self) -> int:
         """Tickets that wait."""
@@ -158,6 +159,16 @@ class Schedule(Generic[T]):
     def service_s(self) -> float | None:
         """Mean seconds that a request takes in the worker; None until one was measured."""
         return self._service_s
+
+    def narrow(self, narrow: bool) -> None:
+        """Take less memory: half the queue, and one batch in the worker. What waits already may stay."""
+        self._most_waiting = max(1, self._limits.queue // 2) if narrow else self._limits.queue
+        self._most_batches = 1 if narrow else DEPTH * self._limits.concurrency
+
+    def inherit(self, other: Schedule[T]) -> None:
+        """Know what `other` has learned of the same model."""
+        self._service_s = other._service_s
+        self._buckets = {key: _Bucket(bucket.cost) for key, bucket in other._buckets.items()}
 
     def predicted_wait_s(self, priority: int = DEFAULT_PRIORITY, source: str = "") -> float:
         """Seconds that a request admitted now would wait: the work before it, shared by what runs at a time.
@@ -210,7 +221,7 @@ class Schedule(Generic[T]):
         Each idle thread of the worker gets its own work before requests travel together.
         """
         at_once = self._limits.concurrency
-        if self._batches >= DEPTH * at_once:
+        if self._batches >= self._most_batches:
             return None
         first = self._first(now)
         if first is None:
@@ -296,7 +307,7 @@ class Schedule(Generic[T]):
             raise Overloaded(msg, wait_s)
         if older is not None:
             return
-        if len(self._waiting) >= self._limits.queue or (self._service_s is None and len(self._waiting) >= _UNMEASURED):
+        if len(self._waiting) >= self._most_waiting or (self._service_s is None and len(self._waiting) >= _UNMEASURED):
             msg = f"{len(self._waiting)} requests wait already, the most this model queues: retry later or send fewer"
             raise Overloaded(msg, wait_s)
         limit_s = self._longest_wait_s()

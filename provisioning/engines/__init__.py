@@ -136,6 +136,11 @@ def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache:
     except WorkshopError as error:
         msg = f"graph {name} in {precision} could not be compiled for {wish.target}: {error}"
         raise WorkshopError(msg) from error
+    except KeyboardInterrupt as error:
+        msg = (
+            f"interrupted while compiling {name} in {precision}: engines finished before it stay, its own is as it was"
+        )
+        raise WorkshopError(msg) from error
     finally:
         part.unlink(missing_ok=True)
     return Engine(path, passport, built)

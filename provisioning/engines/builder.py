@@ -146,7 +146,7 @@ def _parse(parser: Any, content: bytes, heard: Heard) -> None:  # noqa: ANN401 -
 def _plain(content: bytes) -> bytes:
     """The graph with its model-local functions inlined, so that no parser's habit is relied on.
 
-    A device has no onnx: there TensorRT's parser inlines them, as it does since its version 9.
+    A device has no onnx: there the parser's own inlining must do, which TensorRT-RTX's was seen to have.
     """
     try:
         import onnx  # noqa: PLC0415 - see above
@@ -242,6 +242,9 @@ def main() -> int:
         return 1
     except ApplianceError as error:
         tell({"failed": str(error), "layer": ""})
+        return 1
+    except OSError as error:
+        tell({"failed": f"{error.filename or 'the plan'} cannot be used ({error.strerror}): make room", "layer": ""})
         return 1
     return 0
 

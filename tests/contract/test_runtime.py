@@ -260,3 +260,13 @@ def test_null_takes_the_time_it_was_told_and_no_impossible_one() -> None:
     for graph in (b'{"delay_s": -1}', b'{"delay_s": "soon"}', b'{"delay_s": NaN}', b'{"delay_s": Infinity}'):
         with pytest.raises(BundleError, match="not a null graph"):
             runtime.open(graph, threads=1)
+
+
+def test_memory_that_runs_have_left_allocated_can_be_given_back_between_runs(case: Case) -> None:
+    runtime = choose(case.name, run_limit_bytes=2**30)
+    session = runtime.open(case.identity, threads=1)
+    for _ in range(2):
+        assert session.run({"x": matrix(500, 70)})["y"].tolist() == matrix(500, 70).tolist()
+        runtime.release()
+    session.close()
+    runtime.release()

@@ -6,7 +6,9 @@ import hashlib
 import importlib.util
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 from support import attention, tiny
-from support.processes import clean_environment
+from support.processes import clean_environment, eventually, marked, new_mark
 
 from models.engine import Shapes
 from models.errors import WorkshopError
@@ -107,6 +109,42 @@ def test_an_engine_that_was_there_stays_when_the_next_build_fails(blank: Path) -
     assert {path: path.read_bytes() for path in (blank / "engines" / "rtx").glob("*.p*")} == before
 
 
+@RTX
+def test_an_interrupted_build_ends_its_child_and_leaves_the_earlier_engine(blank: Path) -> None:
+    out, mark = blank / "engines" / "rtx", new_mark()
+    out.mkdir(parents=True)
+    (out / "det.plan").write_bytes(b"the earlier one")
+    program = [str(Path(sys.executable).with_name("provision")), "compile", str(blank), "--target", "rtx"]
+    with subprocess.Popen(program, env=clean_environment(mark), stderr=subprocess.PIPE, text=True) as process:
+        eventually((out / "det.log").exists, "the build has begun")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "interrupted while compiling det in fp32: engines finished before it stay" in said
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".log"} == {
+        "det.plan": b"the earlier one"
+    }
+    eventually(lambda: not marked(mark), "nothing of it runs any more")
+
+
+@RTX
+def test_a_disk_without_room_is_told_and_leaves_nothing_half_written(blank: Path) -> None:
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
+
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("provision")), "compile", str(blank), "--target", "rtx"],
+        env=clean_environment() | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=no_room,
+    )
+    assert done.returncode == 1
+    assert "cannot be used (File too large): make room" in done.stderr
+    assert [path.name for path in (blank / "engines" / "rtx").iterdir()] == ["det.log"]
+
+
 def test_a_damaged_graph_is_told_before_anything_is_compiled(blank: Path) -> None:
     for blob in (blank / "blobs" / "sha256").iterdir():
         blob.write_bytes(blob.read_bytes()[:-1])
@@ -129,6 +167,18 @@ def test_shared_heads_int8_and_half_precision_in_a_function_compile(tmp_path: Pa
     assert (tmp_path / "g.plan").stat().st_size > 10_000
     assert phases
     assert built.cpu_s < LONGEST_BUILD_S
+
+
+@RTX
+def test_a_device_without_onnx_compiles_as_well(tmp_path: Path) -> None:
+    (tmp_path / "g.onnx").write_bytes(attention.graph())
+    x = Shapes((1, attention.CHANNELS, 1, 40), (1, attention.CHANNELS, 1, 40), (1, attention.CHANNELS, 1, 40))
+    order = Order("tensorrt-rtx", str(tmp_path / "g.onnx"), str(tmp_path / "g.plan"), "8.6", ({"x": x},), 1 << 30, "")
+    without = (
+        "import sys; sys.modules['onnx'] = None; from provisioning.engines import builder; sys.exit(builder.main())"
+    )
+    child.run(order, tmp_path / "g.log", child.Limits(60, 2 << 30), lambda _text: None, (sys.executable, "-c", without))
+    assert (tmp_path / "g.plan").stat().st_size > 10_000
 
 
 @RTX

@@ -48,6 +48,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.admitted: set[int] = set()
         self.left: list[int] = []
         self.started: dict[tuple[str, int, object], int] = {}
+        self.most_waiting, self.most_batches = queue, DEPTH * concurrency
 
     @rule(
         wait_s=WAITS,
@@ -74,7 +75,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         except Overloaded:
             held_bytes = self.waiting_bytes() - (older.ticket.size_bytes if older else 0)
             assert (
-                (older is None and len(self.line) == self.limits.queue)
+                (older is None and len(self.line) >= self.most_waiting)
                 or (held_bytes and held_bytes + size_bytes > self.limits.queue_bytes)
                 or (older is None and predicted_s > room_s and in_hand >= FULL)
                 or predicted_s > wait_s
@@ -82,6 +83,7 @@ class ScheduleMachine(RuleBasedStateMachine):
             assert [place.ticket.id for place in self.line] == before
         else:
             assert wait_s > 0
+            assert older is not None or len(self.line) < self.most_waiting
             assert older is not None or predicted_s <= room_s or in_hand < FULL
             assert replaced is (older.ticket if older else None)
             self.admitted.add(number)
@@ -103,7 +105,7 @@ class ScheduleMachine(RuleBasedStateMachine):
     def hand_out(self) -> None:
         live = [place for place in self.line if self.gives_up_at(place) > self.now]
         self.expected_s = {ticket_id: one.work_s for ticket_id, one in self.schedule._waiting.items()}  # noqa: SLF001
-        full = len(self.running) == DEPTH * self.limits.concurrency
+        full = len(self.running) >= self.most_batches
         batch = self.schedule.next(self.now)
         if batch is None:
             assert full or not live
@@ -141,6 +143,12 @@ class ScheduleMachine(RuleBasedStateMachine):
     def lose_the_worker(self) -> None:
         self.schedule.lost()
         self.running.clear()
+
+    @rule(narrow=st.booleans())
+    def memory_grows_short_or_not(self, narrow: bool) -> None:
+        self.schedule.narrow(narrow)
+        self.most_waiting = max(1, self.limits.queue // 2) if narrow else self.limits.queue
+        self.most_batches = 1 if narrow else DEPTH * self.limits.concurrency
 
     @rule()
     def an_answer_to_nothing(self) -> None:

@@ -45,6 +45,8 @@ MESSAGE = st.one_of(
     st.builds(wire.Done, WHOLE, HEADS, st.dictionaries(TEXT, FINITE, max_size=3), FINITE),
     st.builds(wire.Error, WHOLE, TEXT, TEXT),
     st.builds(wire.Skipped, WHOLE),
+    st.builds(wire.Unmeasured, WHOLE),
+    st.builds(wire.Measured, TEXT, WHOLE, WHOLE),
 )
 # Lengths around what still travels in the message.
 PAYLOAD = st.one_of(st.binary(max_size=50), st.integers(0, 70_000).map(lambda n: bytes(i % 251 for i in range(n))))
