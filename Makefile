@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint format bench constraints clean
+.PHONY: demo test test-long lint format bench elasticity constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
@@ -30,6 +30,10 @@ format: .venv/.dev
 
 bench: .venv/.dev
 	$(BIN)/python tests/bench.py
+
+# Takes 20 minutes; wants a machine that does nothing else.
+elasticity: .venv/.dev
+	$(BIN)/python tests/load/elasticity.py
 
 # Exact versions for each Python: make constraints PYTHONS="python3.10 python3.11 python3.12"
 constraints: .venv/.dev

@@ -55,6 +55,7 @@ class Model:
         self._sessions: dict[str, Session] = {}
         self._folder: BundleFolder | None = None
         self._tried: dict[str, Array] | None = None
+        self._specs: dict[str, ModelSpec] = {}
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
@@ -81,9 +82,7 @@ class Model:
     def describe(self) -> wire.Ready:
         """What the daemon needs to know of it."""
         return wire.Ready(
-            graphs={
-                name: wire.GraphInfo(session.spec, self.precisions[name]) for name, session in self._sessions.items()
-            },
+            graphs={name: wire.GraphInfo(self._specs[name], self.precisions[name]) for name in self._sessions},
             runtime=self.runtime.name,
             load_s=self.load_s,
             latency_ms=self.latency_ms,
@@ -119,10 +118,28 @@ class Model:
         self, graph: str, inputs: Sequence[Tensor], outputs: Sequence[str] | None
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Run one graph on raw tensors that the daemon has checked against its specification."""
-        session = self._session(graph)
-        arrays = {tensor.name: tensor.to_array() for tensor in inputs}
-        answers, inference_ms = _timed(lambda: run_finite(session, arrays, outputs))
-        return [Tensor.from_array(name, array) for name, array in answers.items()], {"inference": inference_ms}
+        answers, timing_ms = self._infer(graph, {tensor.name: tensor.to_array() for tensor in inputs}, outputs)
+        return [Tensor.from_array(name, array) for name, array in answers.items()], timing_ms
+
+    def infer_together(
+        self, graph: str, requests: Sequence[Sequence[Tensor]], outputs: Sequence[str] | None
+    ) -> tuple[list[list[Tensor]], dict[str, float]]:
+        """`infer` for several requests in one run: their tensors, alike but for the first axis, are joined along it."""
+        arrays = [{tensor.name: tensor.to_array() for tensor in inputs} for inputs in requests]
+        joined = {name: np.concatenate([array[name] for array in arrays]) for name in arrays[0]}
+        answers, timing_ms = self._infer(graph, joined, outputs)
+        counts = [len(next(iter(array.values()))) for array in arrays]
+        ends = np.cumsum(counts)
+        for name, array in answers.items():
+            if len(array) != ends[-1]:
+                msg = (
+                    f"output {name!r} has {len(array)} rows for {ends[-1]} of the input, so requests cannot share a run"
+                )
+                raise ModelError(msg)
+        parts = {name: np.split(array, ends[:-1]) for name, array in answers.items()}
+        return [
+            [Tensor.from_array(name, part[i]) for name, part in parts.items()] for i in range(len(requests))
+        ], timing_ms
 
     def predict(self, pictures: Tensor, goes_on: Callable[[], None]) -> tuple[list[Tensor], dict[str, float]]:
         """Answer for each encoded picture of a BYTES tensor, as JSON; `goes_on` is called after each computed graph."""
@@ -156,6 +173,13 @@ class Model:
             elif self._tried is not None:
                 run_finite(session, self._tried)
             goes_on()
+
+    def _infer(
+        self, graph: str, arrays: Mapping[str, Array], outputs: Sequence[str] | None
+    ) -> tuple[Mapping[str, Array], dict[str, float]]:
+        session = self._session(graph)
+        answers, inference_ms = _timed(lambda: run_finite(session, arrays, outputs))
+        return answers, {"inference": inference_ms}
 
     def break_(self, fault: str, amount: float) -> None:
         """Fault injection: break every session in that way, or make them whole again with "none"."""
@@ -192,7 +216,7 @@ class Model:
             best = fastest(self.latency_ms[name])
         for precision in opened.keys() - {best}:
             opened[precision].close()
-        self._sessions[name], self.precisions[name] = opened[best], best
+        self._sessions[name], self._specs[name], self.precisions[name] = opened[best], graph.spec, best
 
     def _open_bare(self, path: Path, *, spoiled: bool) -> None:
         """Open one ONNX file as the only graph and try to run it once on zeros."""
@@ -202,7 +226,8 @@ class Model:
             msg = f"{path} cannot be read ({error.strerror}): bring it back, or give another with --onnx NAME=FILE"
             raise BundleError(msg) from error
         session = self.runtime.open(_spoiled(content) if spoiled else content, threads=1)
-        self._sessions[wire.BARE_GRAPH], self.precisions[wire.BARE_GRAPH] = session, "as given"
+        self._sessions[wire.BARE_GRAPH], self._specs[wire.BARE_GRAPH] = session, session.spec
+        self.precisions[wire.BARE_GRAPH] = "as given"
         for size in _TRIED_SIZES:
             shapes = {spec.name: [size if n == -1 else n for n in spec.shape] for spec in session.spec.inputs}
             if size > 1 and sum(map(math.prod, shapes.values())) > _MOST_TRIED_ELEMENTS:

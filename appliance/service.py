@@ -456,6 +456,7 @@ def _model_status(bundle: Bundle, unready: str) -> dict[str, Any]:
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
         "waiting": bundle.supervisor.waiting,
         "running": bundle.supervisor.running,
+        "service_ms": None if bundle.supervisor.service_s is None else round(bundle.supervisor.service_s * 1e3, 3),
     }
 
 

@@ -71,6 +71,17 @@ class Limits(_Part):
     """Bounds of each model."""
 
     queue: int = Field(default=_LIMITS.queue, gt=0, description="requests that may wait for one model")
+    queue_bytes: int = Field(default=_LIMITS.queue_bytes, gt=0, description="payloads that may wait for one model")
+    predicted_wait_s: float = Field(
+        default=_LIMITS.predicted_wait_s,
+        ge=0,
+        description="a request that would wait longer is refused; 0: longer than is usual at 90 % load",
+    )
+    wait_s: float = Field(default=_LIMITS.wait_s, gt=0, description="a request that waits longer is given up")
+    ageing_s: float = Field(default=_LIMITS.ageing_s, ge=0, description="waiting that is worth one step of priority")
+    batch: int = Field(
+        default=_LIMITS.batch, gt=0, le=64, description="most requests in one run, where that is cheaper"
+    )
     concurrency: int = Field(default=_LIMITS.concurrency, gt=0, le=64, description="runs at the same time in a worker")
     hang_s: float = Field(default=_LIMITS.hang_s, gt=0, description="a run silent for longer is taken for hung")
     picture_pixels: int = Field(default=_LIMITS.picture_pixels, gt=0, description="larger pictures are refused unread")

@@ -23,7 +23,7 @@ from appliance.arena import ArenaFullError, Slot
 from appliance.core.faults import Fault, classify, cuda_code
 from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, WorkerHealth
 from appliance.core.limits import Limits
-from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
+from appliance.core.schedule import DEFAULT_PRIORITY, DEPTH, Schedule, Ticket
 from appliance.core.watch import NEVER, Watch
 from appliance.life import Life, StartLife
 from models.errors import (
@@ -34,7 +34,7 @@ from models.errors import (
     WorkerLost,
     error_from_name,
 )
-from models.spec import Tensor
+from models.spec import Payload, Tensor
 
 log = structlog.get_logger()
 
@@ -88,15 +88,18 @@ class Supervisor:
         self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
         self._patience = Patience(limits.calm_s, limits.quarantine_s)
         self.health = WorkerHealth(patience=self._patience)
-        self._schedule: Schedule[Work] = Schedule(capacity=limits.queue)
-        self._in_flight = 2 * limits.concurrency  # one batch computes while the next is decoded
+        self._schedule: Schedule[Work] = Schedule(limits)
+        self._pumping = False
         self._ids = itertools.count(1)
+        self._shared: frozenset[str] = frozenset()
+        """Graphs whose requests may share a run."""
         self._life: Life | None = None
         self._watch = self._new_watch()
         self._proof: int | None = None
         self._building: asyncio.Future[None] | None = None
         self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = NEVER
         self._gone = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
         self._on_measured: Callable[[], None] = lambda: None
@@ -126,6 +129,11 @@ class Supervisor:
         """Requests that the worker holds."""
         return len(self._watch)
 
+    @property
+    def service_s(self) -> float | None:
+        """Mean seconds that a request takes in the worker; None until one was measured."""
+        return self._schedule.service_s
+
     def start(
         self,
         on_change: Callable[[], None],
@@ -150,13 +158,13 @@ class Supervisor:
             self._ways, self._limits, on_ready=self._on_ready, rebuild=self._rebuild, start_life=self._start_life
         )
         twin.ready, twin.memory = self.ready, self.memory
+        twin._schedule.inherit(self._schedule)
         twin.health = replace(self.health, restarts=self.health.restarts + 1)
         return twin
 
     def narrow(self, narrow: bool) -> None:
         """Take less memory: half the queue, and one run at a time."""
-        self._in_flight = 1 if narrow else 2 * self._limits.concurrency
-        self._schedule.capacity = max(1, self._limits.queue // 2) if narrow else self._limits.queue
+        self._schedule.narrow(narrow)
 
     async def retire(self, grace_s: float) -> None:
         """Answer all that waits and runs, then see the worker gone; what is left after `grace_s` is refused."""
@@ -187,15 +195,26 @@ class Supervisor:
             raise self._not_ready(now)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         work = Work(graph, tensors, outputs, answer)
-        ticket = Ticket(next(self._ids), work, now, deadline_at, priority, source)
+        ticket = Ticket(
+            next(self._ids),
+            work,
+            now,
+            deadline_at,
+            priority,
+            source,
+            bucket=(graph, outputs, *((tensor.name, tensor.shape) for tensor in tensors)),
+            shares=graph in self._shared,
+            size_bytes=sum(memoryview(tensor.data).nbytes for tensor in tensors),
+        )
         replaced = self._schedule.admit(ticket)
         if replaced is not None:
             _refuse(replaced, Overloaded(f"a newer frame of source {source!r} took this one's place"))
-        self._pump()
+        self._pump_soon()
         try:
             return await answer
         except asyncio.CancelledError:
-            self._schedule.withdraw(ticket.id)
+            if not self._schedule.withdraw(ticket.id) and self._life:
+                self._send(self._life, wire.Drop(ticket.id))
             raise
 
     async def stop(self, grace_s: float) -> None:
@@ -315,14 +334,15 @@ class Supervisor:
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        data, _slots = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
+        data = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
         self._spoiled = False
         life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
     def _receive(self, life: Life, data: bytes) -> None:
         try:
-            self._handle(life, data)
+            for message, payloads, slots in wire.unpack(data, life.answers):
+                self._handle(life, message, payloads, slots)
         except Exception:  # what a broken worker says may be anything: it can take nobody but itself
             log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
             self._kill(life, Fault.CRASH, "it sent what cannot be understood")
@@ -339,17 +359,10 @@ class Supervisor:
         if life.silent:
             self._loop.remove_reader(life.output)
 
-    def _handle(self, life: Life, data: bytes) -> None:
-        message, payloads, slots = wire.decode(data, life.answers)
-        if isinstance(message, wire.Done):
-            # Copied out at once, so the worker's arena never fills up with answers.
-            self._answered(message, wire.join(message.tensors, [bytes(payload) for payload in payloads]))
-            if slots:
-                self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            self._pump()
-        elif isinstance(message, wire.Error):
-            self._run_failed(life, message)
-            self._pump()
+    def _handle(self, life: Life, message: wire.Message, payloads: Sequence[Payload], slots: Sequence[Slot]) -> None:
+        if isinstance(message, (wire.Done, wire.Error, wire.Skipped)):
+            self._ended(life, message, payloads, slots)
+            self._pump_soon()
         elif isinstance(message, wire.Progress):
             self._watch.heard(message.id, time.monotonic())
         elif isinstance(message, wire.Free):
@@ -360,7 +373,8 @@ class Supervisor:
         elif isinstance(message, wire.Ready):
             self._became_ready(life, message)
         elif isinstance(message, wire.Failed):
-            life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
+            error = error_from_name(message.error, message.message)
+            life.fault, life.reason = classify(error, asked=False), message.message
 
     def _measured(self, message: wire.Unmeasured | wire.Measured) -> None:
         if isinstance(message, wire.Unmeasured):
@@ -386,6 +400,7 @@ class Supervisor:
         log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
         self._on_ready(message)
         self._on_measured()
+        self._shared = frozenset(name for name, graph in message.graphs.items() if graph.spec.rows_are_apart)
         self._pump()
 
     def _answered(self, message: wire.Done, tensors: list[Tensor]) -> None:
@@ -399,13 +414,35 @@ class Supervisor:
         if not held.ticket.item.answer.done():
             held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
 
+    def _ended(
+        self,
+        life: Life,
+        message: wire.Done | wire.Error | wire.Skipped,
+        payloads: Sequence[Payload],
+        slots: Sequence[Slot],
+    ) -> None:
+        """The worker has done with a request, in one way or another."""
+        if isinstance(message, wire.Done):
+            # Copied out at once, so the worker's arena never fills up with answers.
+            tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
+            if slots:
+                self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
+            self._answered(message, tensors)
+            self._schedule.finished(message.id, message.took_s)
+            return
+        if isinstance(message, wire.Error):
+            self._run_failed(life, message)
+        else:
+            _refuse(self._watch.leave(message.id, time.monotonic()).ticket, _late("was in the worker"))
+            self._unmeasured.discard(message.id)
+        self._schedule.finished(message.id)
+
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)
-        fault, now = classify(error), time.monotonic()
+        fault, now = classify(error, asked=message.id != self._proof), time.monotonic()
         _refuse(self._watch.leave(message.id, now).ticket, error)
         self._unmeasured.discard(message.id)
         if message.id == self._proof:
-            fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
         elif fault is not Fault.BAD_INPUT:
             log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
@@ -424,31 +461,45 @@ class Supervisor:
         self._watch.take(Ticket(self._proof, proof, now, NEVER), now)
         self._send(life, wire.Prove(self._proof))
 
+    def _pump_soon(self) -> None:
+        """Pump once the loop has seen what else has come: requests that came together travel together."""
+        if not self._pumping:
+            self._pumping = True
+            self._loop.call_soon(self._pump)
+
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
+        self._pumping = False
         life = self._life
-        while life and not life.ended and self.health.state is State.READY and len(self._watch) < self._in_flight:
-            now = time.monotonic()
-            ticket = self._schedule.next(now)
-            if ticket is None:
+        while life and not life.ended and self.health.state is State.READY:
+            batch = self._schedule.next(time.monotonic())
+            if batch is None:
                 break
-            work = ticket.item
-            run = wire.Run(ticket.id, work.graph, wire.heads(work.tensors), work.outputs)
-            try:
-                data, _slots = wire.encode(run, [tensor.data for tensor in work.tensors], life.requests)
-            except ArenaFullError:
-                _refuse(ticket, Overloaded("too many large requests are in hand: retry shortly"))
-                continue
-            except TooLarge as error:
-                _refuse(ticket, error)
-                continue
-            self._watch.take(ticket, now)
-            life.link.send(data)
+            if not self._hand_over(life, batch.tickets, one_run=batch.one_run):
+                for ticket in batch.tickets:
+                    self._hand_over(life, [ticket])
         self._rearm()
 
-    def _send(self, life: Life, message: wire.Message) -> None:
-        data, _slots = wire.encode(message)
+    def _hand_over(self, life: Life, tickets: Sequence[Ticket[Work]], *, one_run: bool = False) -> bool:
+        """Send tickets in one packet; several that do not fit are left as they are, a single one is refused."""
+        parcels = [(_run(ticket, one_run=one_run), [part.data for part in ticket.item.tensors]) for ticket in tickets]
+        try:
+            data = wire.pack(parcels, life.requests)
+        except (ArenaFullError, TooLarge) as error:
+            if len(tickets) > 1:
+                return False
+            full = Overloaded("too many large requests are in hand: retry shortly")
+            _refuse(tickets[0], full if isinstance(error, ArenaFullError) else error)
+            self._schedule.finished(tickets[0].id)
+            return True
+        now = time.monotonic()
+        for ticket in tickets:
+            self._watch.take(ticket, now)
         life.link.send(data)
+        return True
+
+    def _send(self, life: Life, message: wire.Message) -> None:
+        life.link.send(wire.encode(message))
 
     def _kill(self, life: Life, fault: Fault, reason: str) -> None:
         """End a worker that is of no use any more; whoever waits for it is told at once."""
@@ -459,6 +510,7 @@ class Supervisor:
     def _disconnect(self, life: Life) -> None:
         """The worker's end is closed: whoever waits for it is told at once."""
         life.link.close()
+        self._schedule.lost()
         for ticket in self._watch.clear():
             _refuse(ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
 
@@ -486,24 +538,28 @@ class Supervisor:
             self._quiet.clear()
         else:
             self._quiet.set()
-        if self._timer:
-            self._timer.cancel()
-            self._timer = None
-        moments = [ticket.deadline_at for ticket in self._schedule] + [self._watch.deadline_at]
+        moments = [self._schedule.next_expiry(), self._watch.deadline_at]
         if self._life is None:
             moments.append(self.health.alarm_at)
         elif self._attended:
             moments += [self.health.alarm_at, self._watch.alarm_at]
-        next_at = min(moments, default=NEVER)
+        next_at = min(moments)
+        if self._timer and self._timer_at <= next_at:
+            return  # it will look again then, which is cheaper than a new timer for every request
+        if self._timer:
+            self._timer.cancel()
+            self._timer = None
         if next_at != NEVER:
-            self._timer = self._loop.call_later(next_at - time.monotonic(), self._tick)
+            self._timer, self._timer_at = self._loop.call_later(next_at - time.monotonic(), self._tick), next_at
 
     def _tick(self) -> None:
+        self._timer = None
         now = time.monotonic()
         for ticket in self._schedule.expired(now):
-            _refuse(ticket, DeadlineExceeded("the deadline passed while the request waited: allow more time"))
+            too_long = Overloaded(f"it waited {now - ticket.admitted_at:.3g} s, too long for its kind: retry later")
+            _refuse(ticket, _late("waited") if ticket.deadline_at <= now else too_long)
         for ticket in self._watch.overdue(now):
-            _refuse(ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
+            _refuse(ticket, _late("ran"))
         alarm = self.health.alarm_at <= now
         if self._life is None and alarm:
             self._begin()
@@ -548,10 +604,20 @@ class Supervisor:
         return Watch(concurrency=limits.concurrency, hang_s=limits.hang_s, idle_s=limits.prove_idle_s)
 
 
+def _run(ticket: Ticket[Work], *, one_run: bool) -> wire.Run:
+    work = ticket.item
+    deadline_at = None if ticket.deadline_at == NEVER else ticket.deadline_at
+    return wire.Run(ticket.id, work.graph, wire.heads(work.tensors), work.outputs, deadline_at, one_run)
+
+
+def _late(what: str) -> DeadlineExceeded:
+    return DeadlineExceeded(f"the deadline passed while the request {what}: allow more time")
+
+
 def arena_bytes_of(limits: Limits) -> int:
     """Size of each of the two arenas of a worker."""
     # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
-    most = 3 * limits.concurrency
+    most = (DEPTH + 1) * limits.concurrency
     return most * (limits.body_bytes + wire.INLINE_BYTES)
 
 

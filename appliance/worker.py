@@ -16,14 +16,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
 from appliance.gauge import Meter
 from models.errors import ApplianceError, ModelError
-from models.spec import Payload, Tensor
+from models.spec import Tensor
 
 if TYPE_CHECKING:
     from appliance.model import Model
@@ -31,9 +32,18 @@ if TYPE_CHECKING:
 _ANSWER_WAIT_S = 10.0
 _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
+_TOGETHER_S = 0.001
+"""Answers of a batch wait for each other no longer than this."""
 _PR_SET_PDEATHSIG = 1
 
-_Job: TypeAlias = "tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]]"
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A run to compute, its tensors, and the slots of the daemon's arena that they lie in."""
+
+    run: wire.Run
+    tensors: list[Tensor]
+    slots: list[Slot]
 
 
 class Worker:
@@ -44,7 +54,8 @@ class Worker:
         self._sock = sock
         self._sending = threading.Lock()
         self._freed = threading.Condition()
-        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[list[_Job] | wire.Prove | None] = queue.SimpleQueue()
+        self._wanted: set[int] = set()
         self._meter = Meter()
 
     def serve(self, runtime: str) -> int:
@@ -63,9 +74,9 @@ class Worker:
             self._model: Model = Model(order)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
-            self._send(self._model.describe())
+            self._send([(self._model.describe(), ())])
         except Exception as error:  # a runtime's own fault: say it before dying of it
-            self._send(wire.Failed(*_told(error, "loading failed: ")))
+            self._send([(wire.Failed(*_told(error, "loading failed: ")), ())])
             return 1
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
@@ -76,23 +87,33 @@ class Worker:
     def _read_all(self, threads: Sequence[threading.Thread]) -> None:
         """Read until the socket ends: at the daemon's end, or here once the last answer after Stop is out."""
         while data := self._sock.recv(wire.MESSAGE_BYTES):
-            message, payloads, slots = wire.decode(data, self._requests)
-            if isinstance(message, wire.Run):
-                self._work.put((message, wire.join(message.tensors, payloads), slots))
-            elif isinstance(message, wire.Prove):
-                self._work.put((message, [], []))
-            elif isinstance(message, wire.Break):
-                if message.fault == "crash":
-                    os.kill(os.getpid(), signal.SIGSEGV)
-                self._model.break_(message.fault, message.amount)
-            elif isinstance(message, wire.Free):
-                with self._freed:
-                    for slot in message.slots:
-                        self._answers.free(Slot(*slot))
-                    self._freed.notify_all()
-            elif isinstance(message, wire.Stop):
-                # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
-                threading.Thread(target=self._leave, args=[threads], daemon=True).start()
+            batch = []
+            for message, payloads, slots in wire.unpack(data, self._requests):
+                if isinstance(message, wire.Run):
+                    self._wanted.add(message.id)
+                    batch.append(_Job(message, wire.join(message.tensors, payloads), slots))
+                elif isinstance(message, wire.Stop):
+                    # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
+                    threading.Thread(target=self._leave, args=[threads], daemon=True).start()
+                else:
+                    self._heed(message)
+            if batch:
+                self._work.put(batch)
+
+    def _heed(self, message: wire.Message) -> None:
+        if isinstance(message, wire.Prove):
+            self._work.put(message)
+        elif isinstance(message, wire.Drop):
+            self._wanted.discard(message.id)
+        elif isinstance(message, wire.Break):
+            if message.fault == "crash":
+                os.kill(os.getpid(), signal.SIGSEGV)
+            self._model.break_(message.fault, message.amount)
+        elif isinstance(message, wire.Free):
+            with self._freed:
+                for slot in message.slots:
+                    self._answers.free(Slot(*slot))
+                self._freed.notify_all()
 
     def _leave(self, threads: Sequence[threading.Thread]) -> None:
         for _ in threads:
@@ -102,47 +123,122 @@ class Worker:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
-        while (job := self._next()) is not None:
-            run, tensors, slots = job
-            try:
-                answer, timing_ms = self._answer(run, tensors)
-                reply: wire.Message = wire.Done(run.id, wire.heads(answer), timing_ms)
-                self._send(reply, [tensor.data for tensor in answer])
-            except Exception as error:  # a task's or a library's fault must not end the worker
-                self._send(wire.Error(run.id, *_told(error)))
+        while (work := self._next()) is not None:
+            if isinstance(work, wire.Prove):
+                self._send([self._prove(work)])
+                continue
+            if len(work) > 1 and work[0].run.one_run:
+                self._answer_together(work)
+            else:
+                self._answer_in_turn(work)
+            self._wanted.difference_update(job.run.id for job in work)
+            slots = [slot for job in work for slot in job.slots]
             if slots:
-                self._send(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
+                self._send([(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)), ())])
 
     def give_up(self, error: BaseException) -> None:
         """Tell the daemon what this process dies of, and die; for errors that nobody else has caught."""
         with contextlib.suppress(OSError):
-            self._send(wire.Failed(*_told(error, "it failed: ")))
+            self._send([(wire.Failed(*_told(error, "it failed: ")), ())])
         os._exit(1)
 
-    def _next(self) -> _Job | None:
+    def _next(self) -> list[_Job] | wire.Prove | None:
         """The next work; None at the end. When there is none for long, memory is given back meanwhile."""
         with contextlib.suppress(queue.Empty):
             return self._work.get(timeout=self._idle_trim_s if self._meter.dirty else None)
         self._meter.clean(self._model.trim)
         return self._work.get()
 
-    def _answer(
-        self, run: wire.Run | wire.Prove, tensors: Sequence[Tensor]
-    ) -> tuple[list[Tensor], Mapping[str, float]]:
-        if isinstance(run, wire.Prove):
-            self._model.prove(self._progress(run))
-            return [], {}
-        input_bytes = self._model.input_bytes(run.graph, tensors)
+    def _prove(self, proof: wire.Prove) -> wire.Parcel:
+        try:
+            self._model.prove(self._progress(proof))
+        except Exception as error:  # whatever it is, the daemon decides what to do about it
+            return wire.Error(proof.id, *_told(error)), ()
+        return wire.Done(proof.id, (), {}), ()
+
+    def _answer_in_turn(self, batch: Sequence[_Job]) -> None:
+        """Compute one after the other; answers travel together as long as nobody waits for it."""
+        parcels: list[wire.Parcel] = []
+        due_at = time.monotonic() + _TOGETHER_S
+        for job in batch:
+            parcels.append(self._answer(job))
+            if time.monotonic() >= due_at or _size_bytes(parcels) > wire.INLINE_BYTES:
+                self._reply(parcels)
+                parcels = []
+                due_at = time.monotonic() + _TOGETHER_S
+        self._reply(parcels)
+
+    def _answer(self, job: _Job) -> wire.Parcel:
+        run = job.run
+        if self._unwanted(run):
+            return wire.Skipped(run.id), ()
+        started_at = time.monotonic()
+        try:
+            with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
+                if run.graph:
+                    answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
+                else:
+                    answer, timing_ms = self._model.predict(job.tensors[0], self._progress(run))
+        except Exception as error:  # a task's or a library's fault must not end the worker
+            return wire.Error(run.id, *_told(error)), ()
+        return self._done(run, answer, timing_ms, time.monotonic() - started_at)
+
+    def _answer_together(self, batch: Sequence[_Job]) -> None:
+        """Compute all in one run; when that fails each in its own, so that a bad request fails nobody else."""
+        wanted = [job for job in batch if not self._unwanted(job.run)]
+        parcels: list[wire.Parcel] = [(wire.Skipped(job.run.id), ()) for job in batch if job not in wanted]
+        if wanted:
+            run = wanted[0].run
+            started_at = time.monotonic()
+            requests = [job.tensors for job in wanted]
+            try:
+                with self._measured(run, sum(self._model.input_bytes(run.graph, tensors) for tensors in requests)):
+                    answers, timing_ms = self._model.infer_together(run.graph, requests, run.outputs)
+            except Exception:  # whatever it is, it shows again in the run that causes it
+                self._answer_in_turn(batch)
+                return
+            # A run of fewer than were meant says nothing of what so many cost.
+            took_s = time.monotonic() - started_at if len(wanted) == len(batch) else 0.0
+            parcels += [
+                self._done(job.run, answer, timing_ms, took_s) for job, answer in zip(wanted, answers, strict=True)
+            ]
+        self._reply(parcels)
+
+    @contextlib.contextmanager
+    def _measured(self, run: wire.Run, input_bytes: int) -> Iterator[None]:
+        """Around a computation: what memory it takes is measured once, and told."""
         if not self._meter.knows(run.graph, input_bytes):
-            self._send(wire.Unmeasured(run.id))
+            self._send([(wire.Unmeasured(run.id), ())])
         with self._meter.run(run.graph, input_bytes, self._model.trim) as measured:
-            if run.graph:
-                answer = self._model.infer(run.graph, tensors, run.outputs)
-            else:
-                answer = self._model.predict(tensors[0], self._progress(run))
+            yield
         for graph, bucket_bytes, run_bytes in measured:
-            self._send(wire.Measured(graph, bucket_bytes, run_bytes))
-        return answer
+            self._send([(wire.Measured(graph, bucket_bytes, run_bytes), ())])
+
+    def _unwanted(self, run: wire.Run) -> bool:
+        """Whether nobody waits for the answer any more."""
+        return run.id not in self._wanted or (run.deadline_at is not None and time.monotonic() >= run.deadline_at)
+
+    def _done(
+        self, run: wire.Run, answer: Sequence[Tensor], timing_ms: Mapping[str, float], took_s: float
+    ) -> wire.Parcel:
+        if self._unwanted(run):
+            return wire.Skipped(run.id), ()
+        return wire.Done(run.id, wire.heads(answer), timing_ms, took_s), [tensor.data for tensor in answer]
+
+    def _reply(self, parcels: Sequence[wire.Parcel]) -> None:
+        """Send answers together, or one by one when that is too much; what cannot be sent at all is a failure."""
+        if not parcels:
+            return
+        try:
+            self._send(parcels)
+        except ApplianceError as error:
+            if len(parcels) > 1:
+                for parcel in parcels:
+                    self._reply([parcel])
+                return
+            ((message, _payloads),) = parcels
+            assert isinstance(message, wire.Done)  # noqa: S101 - the others carry no tensors
+            self._send([(wire.Error(message.id, *_told(error)), ())])
 
     def _progress(self, run: wire.Run | wire.Prove) -> Callable[[], None]:
         """A function that tells the daemon, not too often, that `run` goes on."""
@@ -152,17 +248,17 @@ class Worker:
             nonlocal told_at
             if time.monotonic() - told_at >= _PROGRESS_S:
                 told_at = time.monotonic()
-                self._send(wire.Progress(run.id))
+                self._send([(wire.Progress(run.id), ())])
 
         return goes_on
 
-    def _send(self, message: wire.Message, payloads: Sequence[Payload] = ()) -> None:
-        fits = sum(memoryview(payload).nbytes for payload in payloads) <= self._answers.capacity_bytes
+    def _send(self, parcels: Sequence[wire.Parcel]) -> None:
+        fits = _size_bytes(parcels) <= self._answers.capacity_bytes
         with self._freed:
             until = time.monotonic() + _ANSWER_WAIT_S
             while True:
                 try:
-                    data, _slots = wire.encode(message, payloads, self._answers)
+                    data = wire.pack(parcels, self._answers)
                     break
                 except ArenaFullError:
                     # The daemon copies answers out at once, so room comes back within milliseconds.
@@ -171,6 +267,10 @@ class Worker:
                         raise ModelError(msg) from None
         with self._sending:
             self._sock.send(data)
+
+
+def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
+    return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
 
 
 def _load_libraries(runtime: str) -> None:

@@ -6,7 +6,7 @@
     │   ├── TooLarge             over a size limit
     │   └── NotFound             no such model, version, graph or command
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
-    │   ├── Overloaded           the queue is full
+    │   ├── Overloaded           the queue is full, or its wait too long
     │   ├── NotReady             the model is loading, restarting or quarantined
     │   ├── InsufficientMemory   the memory budget does not hold it
     │   ├── WorkerLost           the worker died or hung while it held the request
@@ -78,7 +78,7 @@ class Unavailable(ApplianceError):
 
 
 class Overloaded(Unavailable):
-    """The queue of this model is full."""
+    """The queue of this model is full, or a request would wait too long in it."""
 
 
 class NotReady(Unavailable):

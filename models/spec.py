@@ -45,7 +45,7 @@ _MOST_ELEMENTS = 2**40
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output: a variable dimension is -1; `layout` names the axes, e.g. "NCHW"."""
+    """One input or output: a variable dimension is -1; `layout` names the axes, e.g. "NCHW", N being a batch."""
 
     name: str
     datatype: str
@@ -59,6 +59,15 @@ class ModelSpec:
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+
+    @property
+    def rows_are_apart(self) -> bool:
+        """Whether requests may be joined along the first axis: every tensor says that it is N, of any size.
+
+        A variable first axis alone does not say so: a graph may add its rows up.
+        """
+        tensors = (*self.inputs, *self.outputs)
+        return bool(tensors) and all(one.layout[:1] == "N" and one.shape[:1] == (-1,) for one in tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,20 @@ from dataclasses import dataclass
 class Limits:
     """What one model may take."""
 
-    queue: int = 64
+    queue: int = 256
     """Requests that may wait."""
+    queue_bytes: int = 256 * 1024 * 1024
+    """Payloads that may wait."""
+    predicted_wait_s: float = 0.0
+    """A request that would wait longer is refused; 0: longer than is usual at 90 % load."""
+    wait_s: float = 10.0
+    """Longest wait when things go worse than predicted; long requests get the wait behind a queue of them on top."""
+    ageing_s: float = 0.1
+    """Waiting that is worth one step of priority."""
     concurrency: int = 2
     """Runs at the same time in the worker."""
+    batch: int = 8
+    """Most requests in one run; so many only where it was measured to be cheaper."""
     hang_s: float = 20.0
     """A run that makes no progress for longer is taken for hung, and its worker is killed."""
     picture_pixels: int = 64_000_000

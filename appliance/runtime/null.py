@@ -45,7 +45,9 @@ class NullRuntime:
 class NullSession:
     """`y` is a copy of `x` after `delay_s` seconds, during which `run_bytes` are held; `leak_bytes` are never freed."""
 
-    spec = ModelSpec(inputs=(TensorSpec("x", "FP32", (-1, -1)),), outputs=(TensorSpec("y", "FP32", (-1, -1)),))
+    spec = ModelSpec(
+        inputs=(TensorSpec("x", "FP32", (-1, -1), "NC"),), outputs=(TensorSpec("y", "FP32", (-1, -1), "NC"),)
+    )
 
     def __init__(
         self,

@@ -41,11 +41,12 @@ class Case:
 
     name: str
     identity: bytes
+    layout: str = ""
 
 
 CASES = [
     Case("onnxruntime-cpu", onnx_graph("Identity")),
-    Case("null", b"{}"),
+    Case("null", b"{}", "NC"),
     Case("tensorrt", onnx_graph("Identity")),
 ]
 
@@ -88,8 +89,8 @@ def test_an_unknown_runtime_is_refused_with_those_that_exist() -> None:
         choose("cuda13")
 
 
-def test_a_session_describes_what_it_takes_and_gives(session: Session) -> None:
-    x, y = TensorSpec("x", "FP32", (-1, -1)), TensorSpec("y", "FP32", (-1, -1))
+def test_a_session_describes_what_it_takes_and_gives(session: Session, case: Case) -> None:
+    x, y = TensorSpec("x", "FP32", (-1, -1), case.layout), TensorSpec("y", "FP32", (-1, -1), case.layout)
     assert session.spec == ModelSpec((x,), (y,))
 
 

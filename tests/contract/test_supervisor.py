@@ -71,7 +71,7 @@ def test_a_worker_that_cannot_be_started_leaks_nothing_and_is_tried_again(
 
 @pytest.mark.parametrize(
     "message",
-    [b"\xff", wire.encode(wire.Done(7, (), {}))[0], wire.encode(wire.Free(((0, 1, 1),)))[0]],
+    [b"\xff", wire.encode(wire.Done(7, (), {})), wire.encode(wire.Free(((0, 1, 1),)))],
     ids=["no message", "an answer to nothing", "memory it never had"],
 )
 def test_a_worker_that_talks_nonsense_is_replaced(
@@ -176,7 +176,7 @@ def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None
             )
         ours.settimeout(20)
         order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
-        wire.send_with_fds(ours, wire.encode(order)[0], [requests.fd, answers.fd])
+        wire.send_with_fds(ours, wire.encode(order), [requests.fd, answers.fd])
         assert isinstance(wire.decode(ours.recv(wire.MESSAGE_BYTES))[0], wire.Ready)
         ours.send(b"\xff")
         last, _payloads, _slots = wire.decode(ours.recv(wire.MESSAGE_BYTES))

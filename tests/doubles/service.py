@@ -151,6 +151,7 @@ class MemoryService:
                     "precision": {},
                     "waiting": 0,
                     "running": 0,
+                    "service_ms": None,
                 }
                 for info in self.models()
             ],

@@ -140,17 +140,40 @@ def blank_bundle(path: Path) -> Path:
     ).read_bytes()
     inputs = pack_arrays({"x": np.ones((1, 3, 32, 32), np.float32)})
     outputs = pack_arrays({"y": np.zeros((1, 1, 32, 32), np.float32)})
+    _write_bundle(path, "det", TaskSpec("reading"), spec, graph, inputs, outputs)
+    return path
+
+
+def pick_bundle(path: Path) -> Path:
+    """A bundle of raw tensors: graph `pick` takes FP32 `y` [N] out of 0, 10, 20, 30 by INT64 `x` [N], N a batch."""
+    spec = ModelSpec((TensorSpec("x", "INT64", (-1,), "N"),), (TensorSpec("y", "FP32", (-1,), "N"),))
+    graph = _save(
+        path.with_suffix(".onnx"),
+        [helper.make_node("Gather", ["table", "x"], ["y"])],
+        [_value("x", TensorProto.INT64, ["N"])],
+        [_value("y", TensorProto.FLOAT, ["N"])],
+        [numpy_helper.from_array(np.array([0, 10, 20, 30], np.float32), "table")],
+    ).read_bytes()
+    inputs = pack_arrays({"x": np.array([3, 1])})
+    outputs = pack_arrays({"y": np.array([30, 10], np.float32)})
+    _write_bundle(path, "pick", TaskSpec("tensors"), spec, graph, inputs, outputs)
+    return path
+
+
+def _write_bundle(
+    path: Path, graph_name: str, task: TaskSpec, spec: ModelSpec, graph: bytes, inputs: bytes, outputs: bytes
+) -> None:
+    """A bundle of one graph, named after its folder's stem."""
     golden = Golden(Blob.of(inputs), Blob.of(outputs), tolerance=1e-6)
     manifest = Manifest(
-        name="blank",
+        name=path.stem,
         version="1.0.0",
         licence="Apache-2.0",
-        task=TaskSpec("reading"),
-        graphs={"det": Graph(spec, {"fp32": Variant(Blob.of(graph), golden)})},
+        task=task,
+        graphs={graph_name: Graph(spec, {"fp32": Variant(Blob.of(graph), golden)})},
         provenance=Provenance("0" * 64, {}, {}, (), ()),
     )
     write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
-    return path
 
 
 def _value(name: str, kind: int, shape: list[int | str]) -> onnx.ValueInfoProto:

@@ -38,7 +38,8 @@ class Reader:
         self.fault = fault
         self.health = WorkerHealth(State.READY)
         self.ready = wire.Ready({name: wire.GraphInfo(SPEC, kind) for name, kind in PRECISIONS.items()}, "r", 0, {})
-        self.pid, self.waiting, self.running, self.memory = 1, 0, 0, None
+        self.pid, self.waiting, self.running = 1, 0, 0
+        self.memory, self.service_s = None, None
 
     async def submit(self, graph: str, tensors: Sequence[Tensor], **_how: Any) -> Answer:  # noqa: ANN401 - ignored
         if self.fault:
