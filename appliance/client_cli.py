@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance import __version__
+from models.errors import ApplianceError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -122,10 +124,54 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         )
 
 
+@app.command(epilog="Example: appliance doctor --drill. It breaks the daemon on purpose: not while it is needed.")
+def doctor(
+    drill: Annotated[bool, typer.Option("--drill", help="inject every fault, and time each recovery")] = False,
+    model: Annotated[str, typer.Option(help="model to drill on (default: the first)", metavar="NAME")] = "",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Examine a running daemon: with --drill, by breaking it in every way and watching it recover."""
+    if not drill:
+        _console(stderr=True).print("say what to examine: --drill", style="red")
+        raise typer.Exit(2)
+    from appliance.drill import Drill  # noqa: PLC0415 - the other commands need none of it
+
+    results = []
+    try:
+        with httpx.Client(base_url=_with_scheme(url), timeout=120.0, trust_env=False) as client:
+            held = Drill(client, model)
+            progress = _console(stderr=True)
+            with progress.status("breaking things") as shown:
+                for result in held.run():
+                    shown.update(f"{result.fault}: {result.verdict}")
+                    results.append(result)
+    except ApplianceError as error:
+        _fail(str(error))
+    except (httpx.InvalidURL, httpx.HTTPError) as error:
+        _fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+    failed = any(result.verdict == "failed" for result in results)
+    if as_json:
+        print(json.dumps({"model": held.model, "passed": not failed, "faults": [asdict(one) for one in results]}))
+    else:
+        table = Table("fault", "what it is", "detected by", "answer while broken", "recovery", "verdict", box=None)
+        for one in results:
+            recovery = "-" if one.recovery_s is None else f"{one.recovery_s:.2f} s"
+            verdict = f"{one.verdict} ({one.note})" if one.note else one.verdict
+            style = {"failed": "red", "not caught": "yellow", "skipped": "dim"}.get(one.verdict)
+            table.add_row(one.fault, one.means, one.detected_by, one.answers, recovery, verdict, style=style)
+        _console().print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _with_scheme(url: str) -> str:
+    return url if "://" in url else f"http://{url}"
+
+
 def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
     """Ask the daemon; on failure print one sentence and exit with 1."""
-    if "://" not in url:
-        url = f"http://{url}"
+    url = _with_scheme(url)
     try:
         # A proxy that the environment names knows nothing of this machine's loopback.
         response = httpx.request(method, f"{url}{path}", timeout=60.0, trust_env=False, **request)

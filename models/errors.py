@@ -23,8 +23,6 @@ Doors (HTTP, MQTT, command line) map classes to their own answers; nothing else 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 __all__ = [
     "ApplianceError",
     "BadInput",
@@ -69,7 +67,10 @@ class NotFound(CallerError):
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
-    retry_after_s: ClassVar[float] = 1.0
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        """Say what is the matter, and when a retry may help."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Overloaded(Unavailable):

@@ -23,7 +23,9 @@ from starlette.responses import FileResponse
 from appliance import __version__
 from appliance.adapters import metrics, oip
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.faults import Injection
 from appliance.service import InferRequest, ModelInfo, Origin, Service
+from models import schema
 from models.errors import (
     ApplianceError,
     BadInput,
@@ -77,6 +79,7 @@ _PICTURE_BODY = {
         },
     }
 }
+_JSON_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}}}}
 _INFER_BODY = {
     "requestBody": {"required": True, "content": {"application/json": {"schema": {"type": "object"}}, **_BINARY}}
 }
@@ -188,6 +191,17 @@ class Door:
         )
         return Json(await _unless_gone(request, self._service.predict(wanted)))
 
+    async def inject(self, request: Request) -> Response:
+        """Break something on purpose, where the operator allows it: `{"fault", "model", "amount", "for_s"}`."""
+        body = await _body(request, self._body_limit_bytes)
+        try:
+            injection = schema.load(Injection, orjson.loads(body))
+        except ValueError as error:
+            msg = f"the body is no fault to inject: {error}"
+            raise BadInput(msg) from error
+        self._service.inject(injection)
+        return Json({"fault": injection.fault, "model": injection.model, "for_s": injection.for_s})
+
     async def page(self) -> Response:
         """The status page."""
         return FileResponse(_PAGE)
@@ -223,6 +237,7 @@ def build(service: Service, registry: CollectorRegistry, *, body_limit_bytes: in
     post("/v1/models/{model}/predict", openapi_extra=_PICTURE_BODY)(door.predict)
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(door.page)
     get("/v1/status")(door.status)
+    post("/v1/faults", openapi_extra=_JSON_BODY)(door.inject)
     get("/metrics")(door.metrics)
     return app
 

@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 
 from appliance.core.command import Command, CommandResult
+from appliance.faults import Injection
 from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Observer, Origin
 from models.errors import BadInput, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
@@ -49,6 +50,11 @@ class MemoryService:
         """Whether no model is loading; nothing ever loads in memory."""
         return True
 
+    @property
+    def failed(self) -> str:
+        """Why the daemon should be started anew: memory never fails."""
+        return ""
+
     def models(self) -> list[ModelInfo]:
         """Both models."""
         return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
@@ -84,6 +90,11 @@ class MemoryService:
         """Carry out an order; the same id always gets the same answer."""
         return self._results.setdefault(command.id, CommandResult(command.id, "done", result=self.status()))
 
+    def inject(self, injection: Injection) -> None:
+        """Nothing can be broken in memory."""
+        del injection
+        raise NotFound("fault injection is off: set faults.enabled, and start the daemon again")
+
     def status(self) -> dict[str, Any]:
         """The same keys as the real service."""
         return {
@@ -91,6 +102,7 @@ class MemoryService:
             "appliance": "0",
             "uptime_s": 1.0,
             "ready": self.ready,
+            "reboot_wanted": None,
             "models": [
                 {
                     "name": info.name,
@@ -100,6 +112,7 @@ class MemoryService:
                     "takes_pictures": info.name == "reader",
                     "ready": info.ready,
                     "reason": info.reason or None,
+                    "degraded": None,
                     "runtime": "memory" if info.ready else None,
                     "precision": {},
                     "waiting": 0,
@@ -107,7 +120,22 @@ class MemoryService:
                 }
                 for info in self.models()
             ],
-            "workers": [{"pid": None, "bundle": "reader", "version": "1.0", "state": "ready", "restarts": 2}],
+            "workers": [
+                {
+                    "pid": None,
+                    "bundle": "reader",
+                    "version": "1.0",
+                    "state": "ready",
+                    "restarts": 2,
+                    "cause": None,
+                    "rung": None,
+                    "skipped_rungs": [],
+                    "faults": {"crash": 2, "hang": 1},
+                    "restarts_by_cause": {"crash": 2},
+                    "rungs": {"restart": 3},
+                    "recoveries": {"crash": {"count": 2, "total_s": 1.5, "last_s": 0.5}},
+                }
+            ],
         }
 
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:

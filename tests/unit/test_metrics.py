@@ -100,3 +100,16 @@ def test_a_failure_is_counted_under_its_reason_and_takes_no_time(error: BaseExce
     assert counted == {name: float(name == reason) for name in counted}
     assert scraped.value(f"nv_inference_request_success{{{ECHO}}}") == 0
     assert scraped.value(f"appliance_request_seconds_count{{{ECHO}}}") == 0
+
+
+def test_faults_restarts_rungs_and_times_to_recover_are_told_by_cause() -> None:
+    scraped = Scraped()
+    reader = 'model="reader",version="1.0"'
+    assert scraped.value(f'appliance_worker_restarts_total{{cause="crash",{reader}}}') == 2
+    assert scraped.value(f'appliance_worker_faults_total{{cause="hang",{reader}}}') == 1
+    assert scraped.value('appliance_recovery_rungs_total{model="reader",rung="restart",version="1.0"}') == 3
+    assert scraped.value(f'appliance_recovery_seconds_count{{cause="crash",{reader}}}') == 2
+    assert scraped.value(f'appliance_recovery_seconds_sum{{cause="crash",{reader}}}') == 1.5
+    assert scraped.value(f'appliance_recovery_last_seconds{{cause="crash",{reader}}}') == 0.5
+    assert scraped.value(f"appliance_model_degraded{{{reader}}}") == 0
+    assert scraped.value("appliance_reboot_wanted") == 0
