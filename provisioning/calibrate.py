@@ -106,8 +106,10 @@ class Watched:
         return float(self.counts[1:bins].sum() * (bins / _LEVELS) ** 2 / 12 + (self.counts[bins:] * outside**2).sum())
 
     def _entropy(self, bins: int) -> float:
-        """KL divergence of the histogram over `bins` bins from itself in 128 levels (Migacz 2017, "8-bit Inference
-        with TensorRT", GTC): what lies outside is added to the last bin of the one, and missing in the other.
+        """KL divergence of the histogram over `bins` bins from itself in 128 levels.
+
+        What lies outside is added to the last bin of the one and missing in the other (Migacz 2017, "8-bit Inference
+        with TensorRT", GTC).
         """
         inside = self.counts[:bins].astype(np.float64)
         level = np.arange(bins) * _LEVELS // bins

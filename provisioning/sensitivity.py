@@ -1,15 +1,18 @@
 """Finds what suffers most from INT8, and keeps that in float as far as a budget reaches.
 
-Every operator that could be quantized is, alone, while all others compute in float; how far that moves the outputs is
-its sensitivity: the mean Kullback-Leibler divergence of the output distribution from that of the float graph, in nats a
-decision. A decision is one time step of a recogniser, one picture of a classifier, one pixel of a detector.
-The operators are then kept in float, worst first, as long as their share of the multiply-accumulates fits the budget.
+How far a graph is from float is the mean Kullback-Leibler divergence of its output distribution from that of the float
+graph, in nats a decision; a decision is one time step of a recogniser, one picture of a classifier, one pixel of a
+detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
+off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
+error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) The best is kept in float, the next
+few are measured again, and so on until the budget of multiply-accumulates is spent or nothing gains a tenth any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -22,51 +25,81 @@ from provisioning import passes
 from provisioning.passes import operand, quantize, sizes
 
 _TINY = 1e-7
+_AGAIN = 6
+"""Candidates that are measured again after each choice: the gains of the others are taken as they were."""
+_WORTH = 0.1
+"""A choice has to take this share off the divergence that is left."""
 
 
-def rank(
-    graph: bytes,
-    role: str,
-    thresholds: Mapping[str, float],
-    means: Mapping[str, Array],
-    samples: Sequence[Mapping[str, Array]],
-    runtime: Runtime,
-    threads: int,
-) -> dict[str, float]:
-    """Sensitivity of every target of pass quantize in `graph`, the most sensitive first.
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays in float, and what that does."""
 
-    `thresholds` and `means` are those of pass quantize; `samples` are inputs of the graph.
-    """
-    names = [str(node.name) for node in quantize.targets(passes.load(graph, "the graph"))]
+    gains: Mapping[str, float]
+    """Operator -> nats that it took off the divergence when it was chosen, in that order."""
+    before: float
+    """Divergence with all candidates in INT8."""
+    after: float
+    """Divergence with the chosen ones in float."""
 
-    def answers(quantized: Collection[str]) -> list[Array]:
-        model = passes.load(graph, "the graph")
-        quantize.quantize(model, thresholds, means, set(names) - set(quantized))
-        if role == "recognise":
+
+class Search:
+    """A float graph with samples, ready to be compared with INT8 forms of itself."""
+
+    def __init__(
+        self,
+        graph: bytes,
+        role: str,
+        thresholds: Mapping[str, float],
+        means: Mapping[str, Array],
+        samples: Sequence[Mapping[str, Array]],
+        runtime: Runtime,
+        threads: int,
+    ) -> None:
+        """`thresholds` and `means` are those of pass quantize; `samples` are inputs of `graph`."""
+        self._graph, self._role = graph, role
+        self._thresholds, self._means = thresholds, means
+        self._samples, self._runtime, self._threads = samples, runtime, threads
+        self._plain = [_log_distribution(role, one) for one in self._answers(None)]
+
+    def keep(self, candidates: Mapping[str, int], kept: Collection[str], budget: int) -> Kept:
+        """Choose among `candidates` (operator -> its multiply-accumulates), `kept` being in float already.
+
+        `budget` is the multiply-accumulates that the choice may come to.
+        """
+        candidates = {name: macs for name, macs in candidates.items() if macs <= budget}
+        before = left = self.divergence(kept)
+        gain = {name: before - self.divergence({*kept, name}) for name in candidates}
+        gains: dict[str, float] = {}
+        while True:
+            fit = [name for name in candidates if name not in gains and candidates[name] <= budget]
+            again = sorted(fit, key=lambda name: -gain[name])[:_AGAIN]
+            if gains:
+                gain |= {name: left - self.divergence({*kept, *gains, name}) for name in again}
+            best = max(again, key=lambda name: gain[name], default=None)
+            if best is None or gain[best] <= _WORTH * left:
+                return Kept(gains, before, left)
+            gains[best] = gain[best]
+            left -= gain[best]
+            budget -= candidates[best]
+
+    def divergence(self, keep_float: Collection[str]) -> float:
+        """Divergence with all but `keep_float` in INT8."""
+        outputs = self._answers(keep_float)
+        with ThreadPoolExecutor(self._threads) as pool:
+            sums = list(pool.map(lambda log_p, output: _divergence(self._role, log_p, output), self._plain, outputs))
+        return sum(one for one, _ in sums) / sum(count for _, count in sums)
+
+    def _answers(self, keep_float: Collection[str] | None) -> list[Array]:
+        """Outputs with all but `keep_float` in INT8; of the float graph itself when None."""
+        model = passes.load(self._graph, "the graph")
+        if keep_float is not None:
+            quantize.quantize(model, self._thresholds, self._means, keep_float)
+        if self._role == "recognise":
             _expose_scores(model)
-        session = runtime.open(passes.save(model), threads=1)
-        return list(pool.map(lambda sample: _only(session, sample), samples))
-
-    with ThreadPoolExecutor(threads) as pool:
-        plain = [_log_distribution(role, one) for one in answers(())]
-        found = {name: _mean_divergence(role, plain, answers((name,)), pool) for name in names}
-    return dict(sorted(found.items(), key=lambda item: (-item[1], names.index(item[0]))))
-
-
-def choose(sensitivity: Mapping[str, float], work: Mapping[str, int], budget: float) -> list[str]:
-    """The operators to keep in float: the most sensitive of `sensitivity`, most sensitive first.
-
-    `work` is the multiply-accumulates of all operators that count, by name; `budget` the share of their sum that may
-    stay in float beside what can never be quantized. One that does not fit is passed over for the next.
-    """
-    total = sum(work.values())
-    left = budget * total - sum(macs for name, macs in work.items() if name not in sensitivity)
-    chosen = []
-    for name in sorted(sensitivity, key=lambda name: -sensitivity[name]):
-        if name in work and work[name] <= left:
-            chosen.append(name)
-            left -= work[name]
-    return chosen
+        session = self._runtime.open(passes.save(model), threads=1)
+        with ThreadPoolExecutor(self._threads) as pool:
+            return list(pool.map(lambda sample: _only(session, sample), self._samples))
 
 
 def work(graph: bytes, shape: Sequence[int]) -> dict[str, int]:
@@ -135,15 +168,12 @@ def _log_distribution(role: str, output: Array) -> Array:
         below -= np.log(np.exp(below).sum(axis=-1, keepdims=True))
         return np.asarray(below.reshape(-1, output.shape[-1]))
     if role == "classify":
-        return np.log(np.maximum(output, _TINY))
+        return np.asarray(np.log(np.maximum(output, _TINY)))
     text = output.reshape(-1, 1)
-    return np.log(np.clip(np.concatenate([text, 1 - text], axis=1), _TINY, 1))
+    return np.asarray(np.log(np.clip(np.concatenate([text, 1 - text], axis=1), _TINY, 1)))
 
 
-def _mean_divergence(role: str, plain: Sequence[Array], outputs: Sequence[Array], pool: ThreadPoolExecutor) -> float:
-    def divergence(log_p: Array, output: Array) -> tuple[float, int]:
-        log_q = _log_distribution(role, output)
-        return float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64)), len(log_p)
-
-    sums = list(pool.map(divergence, plain, outputs))
-    return sum(one for one, _ in sums) / sum(count for _, count in sums)
+def _divergence(role: str, log_p: Array, output: Array) -> tuple[float, int]:
+    """Sum of the divergences of all decisions, and how many these are."""
+    log_q = _log_distribution(role, output)
+    return float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64)), len(log_p)

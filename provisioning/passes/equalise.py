@@ -174,10 +174,9 @@ def _constants(maker: ir.Node) -> tuple[_Place, _Place | None]:
 
 def _scale_of_a_shift(node: ir.Node) -> bool:
     """Whether `node` is the scale of a scale and shift, which are looked at together."""
-    users = node.outputs[0].uses()
-    return node.op_type == "Mul" and len(users) == 1 and users[0][0].op_type == "Add" and (
-        _constant_input(users[0][0]) is not None
-    )
+    users = [user for user, _ in node.outputs[0].uses()]
+    shifts = [user for user in users if user.op_type == "Add" and _constant_input(user) is not None]
+    return node.op_type == "Mul" and len(users) == 1 and shifts == users
 
 
 def _constant_input(node: ir.Node) -> int | None:

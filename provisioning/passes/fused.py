@@ -137,7 +137,7 @@ class _Body:
         return self.op("Transpose", [self.op("Squeeze", [y_BO1T, self.ints(2)])], {"perm": [0, 2, 1]})
 
     def attention(self, q_BTC: ir.Value, k_BTE: ir.Value, v_BTE: ir.Value, groups: int) -> ir.Value:
-        """Grouped-query attention: with fewer key/value than query heads, they broadcast over the queries of a group."""
+        """Attention; with fewer key/value than query heads, they broadcast over the queries of a group."""
         shared = groups < HEADS
         of_group = [groups, HEADS // groups] if shared else [HEADS]
         to_heads = [0, 2, 3, 1, 4] if shared else [0, 2, 1, 3]

@@ -2,9 +2,10 @@
 
 Requires: a valid ONNX graph of standard operators, opset 7 to 17, with one input and one output.
 Ensures: the input is called `x`, the output `y`; opset 17, ir_version 8; constants are initializers, the shapes of
-reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into it; no identity,
-no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one HardSwish;
-no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within rounding.
+reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into it;
+no identity, no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one
+HardSwish; no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within
+rounding.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def _fix_singletons(model: ir.Model) -> None:
 
 
 class _Bias(pattern.RewriteRuleClassBase):  # type: ignore[misc] # onnxscript has no types
-    """Conv(x, w) + b, with b [1, C, 1, 1] -> Conv(x, w, b): only then an affine or BatchNorm behind it can be folded."""
+    """Conv(x, w) + b, with b [1, C, 1, 1] -> Conv(x, w, b): only then what stands behind it can be folded."""
 
     def __init__(self, kind: str) -> None:
         """For operators of type `kind`, Conv or ConvTranspose."""

@@ -4,8 +4,8 @@ Requires: pass normalise; for every tensor that such an operator reads (see `tar
 each channel on calibration samples.
 Ensures: the first input of each such operator passes QuantizeLinear and DequantizeLinear with one scale for the tensor;
 its weights are int8 initializers behind a DequantizeLinear with a scale for each output channel; all zero points
-are 0 and signed; nothing is placed on outputs or on biases; everything else stays in float. The weights of fused
-operators (pass mark) are FP16.
+are 0 and signed; nothing is placed on outputs or on biases; everything else stays in float. Weights of operators that
+stay in float are stored in FP16, those of fused operators (pass mark) too, as their kernels read them.
 
     q = clip(round(x / scale), -128, 127),    scale = threshold / 127
 
@@ -37,6 +37,8 @@ from provisioning.passes import constant, fused, group, held, initializer, opera
 _CHANNEL_AXIS = {"Conv": 1, "Gemm": -1, "MatMul": -1}
 """The operators, and the axis of channels in what they read."""
 _LARGEST = 127
+_HALF = frozenset({*_CHANNEL_AXIS, "ConvTranspose"})
+"""Operators with weights worth storing in half the bytes."""
 
 
 def targets(model: ir.Model) -> list[ir.Node]:
@@ -79,24 +81,32 @@ def quantize(
         if value not in passed:
             passed[value] = _through_int8(model, node, thresholds[str(value.name)], zero)
         node.replace_input_with(0, passed[value])
-    for node in model.graph:
+    for node in list(model.graph):
         if node.domain == fused.DOMAIN:
-            _store_half(model, node)
+            for index in range(len(node.inputs)):
+                _store_half(model, node, index)
+        elif node.op_type in _HALF and _store_half(model, node, 1):
+            wide = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.FLOAT}, name=f"{node.name}_weights_wide")
+            wide.outputs[0].name = wide.name
+            model.graph.insert_before(node, wide)
+            node.replace_input_with(1, wide.outputs[0])
     common.RemoveUnusedNodesPass()(model)
     return model
 
 
-def _store_half(model: ir.Model, node: ir.Node) -> None:
-    """Keep the weights of a fused operator in FP16, as its kernel does."""
-    for index, value in enumerate(node.inputs):
-        array = constant(value)
-        if value is not None and array is not None:
-            with np.errstate(over="ignore"):  # looked for below
-                half = array.astype(np.float16)
-            if not np.isfinite(half).all():
-                msg = f"{value.name} holds {np.abs(array).max():g}, which FP16 cannot: leave out the pass 'mark'"
-                raise SourceError(msg)
-            node.replace_input_with(index, initializer(model, f"{value.name}_half", half))
+def _store_half(model: ir.Model, node: ir.Node, index: int) -> bool:
+    """Keep input `index` of `node`, if it is constant, in FP16; whether it was."""
+    value = node.inputs[index]
+    array = constant(value)
+    if value is None or array is None:
+        return False
+    with np.errstate(over="ignore"):  # looked for below
+        half = array.astype(np.float16)
+    if not np.isfinite(half).all():
+        msg = f"{value.name} holds {np.abs(array).max():g}, which FP16 cannot: take int8 out of the recipe's precisions"
+        raise SourceError(msg)
+    node.replace_input_with(index, initializer(model, f"{node.name}_in{index}_half", half))
+    return True
 
 
 def _through_int8(model: ir.Model, node: ir.Node, threshold: float, zero: ir.Value) -> ir.Value:
