@@ -105,6 +105,22 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantized:
+    """How a graph computes on INT8."""
+
+    thresholds: str
+    """How the largest number of each tensor's scale was chosen: "percentile 99.99"."""
+    share: float
+    """Of the multiply-accumulates outside fused operators, those on INT8."""
+    share_of_all: float
+    """The same of all multiply-accumulates; the two are one where nothing is fused."""
+    divergence: float
+    """Mean KL divergence of the outputs from those in float on calibration samples, in nats a decision."""
+    kept_float: Mapping[str, float] = field(default_factory=dict)
+    """Operators that could be quantized and are not -> how many nats each took off the divergence."""
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One precision of a graph that passed the gate."""
 
@@ -114,11 +130,12 @@ class Variant:
     agreement: Agreement | None = None
     checks: tuple[Check, ...] = ()
     """Every limit that the gate held it to."""
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One graph of a bundle in every precision ("fp32", "int8") that passed the gate."""
+    """One graph of a bundle in every precision ("fp32", "int8", "int8-unfused") that passed the gate."""
 
     spec: ModelSpec
     variants: Mapping[str, Variant]

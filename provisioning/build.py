@@ -1,7 +1,7 @@
 """From a recipe to graphs that passed their gates: every step in order, with digests of what goes in and out.
 
-    fetch -> normalise [-> ctc_head] = fp32
-    fp32 -> watch -> equalise -> watch -> quantize = int8
+    fetch -> normalise [-> ctc_head] [-> mark] = fp32
+    what fp32 was before mark -> provisioning.int8 = int8, int8-unfused
     every precision -> gate: compared with the graph as published
 
 All of it in memory: writing is for `provisioning.pack`, after all gates.
@@ -17,16 +17,16 @@ import numpy as np
 
 from appliance.runtime import Runtime, Session, choose
 from models import schema
-from models.bundle import Accuracy, Agreement, Check, Source, Step
+from models.bundle import Accuracy, Agreement, Check, Quantized, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
-from models.folder import pack_arrays, unpack_arrays
 from models.spec import Array
 from models.tasks.reading import ReadingSettings
-from provisioning import calibrate, data, sources
+from provisioning import data, sources
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
+from provisioning.int8 import Int8
 from provisioning.recipe import GraphRecipe, RecipeFile
-from provisioning.steps import RUNTIME, THREADS, Report, Steps
+from provisioning.steps import RUNTIME, Report, Steps
 
 _EXAMPLE_SIDE = 320
 
@@ -39,6 +39,7 @@ class BuiltVariant:
     accuracy: Accuracy | None
     agreement: Agreement | None
     checks: tuple[Check, ...] = ()
+    quantized: Quantized | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +161,20 @@ class _Room:
         graph = self.file.recipe.graphs[name]
         calibration = data.inputs(graph.role, self.splits["calibrate"], self.settings)
         gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
-        fp32 = self._fp32(name, graph, published[name])
+        before_mark = graph.passes.index("mark") if "mark" in graph.passes else len(graph.passes)
+        plain = self._passes(name, graph, published[name], graph.passes[:before_mark])
+        example = _example(calibration)
+        sha256, shape = self.splits["calibrate"].sha256, example["x"].shape
+        int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, shape, self.notes)
         original = gate.original()
         made: dict[str, bytes] = {}
+        quantized: dict[str, Quantized] = {}
         verdicts: dict[str, Verdict] = {}
         for precision in self._candidates(graph):
-            made[precision] = fp32 if precision == "fp32" else self._int8(name, graph, fp32, calibration)
+            if precision == "fp32":
+                made[precision] = self._passes(name, graph, plain, graph.passes[before_mark:])
+            else:
+                made[precision], quantized[precision] = int8.make(precision)
             verdicts[precision] = gate.judge(precision, made[precision])
             if graph.gate.found_drop is not None and not verdicts[precision].comparison:
                 self.notes[f"{name}: found_drop"] = (
@@ -175,15 +184,18 @@ class _Room:
                 break
         left_out = {precision: verdict.reason for precision, verdict in verdicts.items() if verdict.reason}
         variants = {
-            precision: BuiltVariant(made[precision], verdict.accuracy, verdict.agreement, verdict.checks)
+            precision: BuiltVariant(
+                made[precision], verdict.accuracy, verdict.agreement, verdict.checks, quantized.get(precision)
+            )
             for precision, verdict in verdicts.items()
             if not verdict.reason
         }
         if not variants:
             msg = f"graph {name} has no precision left: " + "; ".join(f"{one}: {why}" for one, why in left_out.items())
             raise GateFailed(msg)
-        source, example = self.source(name), _example(calibration)
-        return BuiltGraph(graph.role, source, published[name], variants, original, left_out, verdicts, example)
+        return BuiltGraph(
+            graph.role, self.source(name), published[name], variants, original, left_out, verdicts, example
+        )
 
     def _candidates(self, graph: GraphRecipe) -> list[str]:
         """Precisions to try: all of the recipe, or the one that is wanted and after it float."""
@@ -192,33 +204,10 @@ class _Room:
         wanted = [self.precision] if self.precision in graph.precisions else []
         return list(dict.fromkeys([*wanted, "fp32"]))
 
-    def _fp32(self, name: str, graph: GraphRecipe, content: bytes) -> bytes:
-        for step in graph.passes:
+    def _passes(self, name: str, graph: GraphRecipe, content: bytes, steps: Sequence[str]) -> bytes:
+        for step in steps:
             content = self.steps.run(step, name, "", [content], list(graph.shape), _pass(step, name, graph, content))
         return content
-
-    def _int8(self, name: str, graph: GraphRecipe, fp32: bytes, calibration: Sequence[Mapping[str, Array]]) -> bytes:
-        digest = self.splits["calibrate"].sha256
-        int8 = graph.int8
-
-        def watch(content: bytes) -> bytes:
-            return self.steps.run(
-                "watch",
-                name,
-                "int8",
-                [content, digest],
-                [graph.role, int8.percentile],
-                lambda: _watch(content, calibration, self.runtime, int8.percentile),
-            )
-
-        seen = watch(fp32)
-        share = int8.share
-        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[0])
-        alone = self.steps.run("left_alone", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[1])
-        self.notes[f"{name} int8: tensors not equalised"] = alone.decode() or "none"
-        seen = watch(even)
-        first = int8.float_first
-        return self.steps.run("quantize", name, "int8", [even, seen], first, lambda: _quantize(even, seen, first))
 
 
 def _fetch(source: Source) -> bytes:
@@ -242,60 +231,14 @@ def _labels(content: bytes, key: str) -> bytes:
 def _pass(step: str, name: str, graph: GraphRecipe, content: bytes) -> Callable[[], bytes]:
     def make() -> bytes:
         from provisioning import passes  # noqa: PLC0415 - see _labels
-        from provisioning.passes import ctc_head, normalise  # noqa: PLC0415
+        from provisioning.passes import ctc_head, mark, normalise  # noqa: PLC0415
 
         model = passes.load(content, f"graph {name}")
-        changed = normalise.normalise(model, graph.shape) if step == "normalise" else ctc_head.ctc_head(model)
-        return passes.save(changed)
+        if step == "normalise":
+            return passes.save(normalise.normalise(model, graph.shape))
+        return passes.save(ctc_head.ctc_head(model) if step == "ctc_head" else mark.mark(model))
 
     return make
-
-
-def _watch(content: bytes, samples: Sequence[Mapping[str, Array]], runtime: Runtime, percentile: float) -> bytes:
-    from provisioning import passes  # noqa: PLC0415 - see _labels
-    from provisioning.passes import quantize  # noqa: PLC0415
-
-    model = passes.load(content, "the graph")
-    axes = quantize.expose(model)
-    watched = calibrate.watch(passes.save(model), axes, samples, runtime, THREADS)
-    return pack_arrays(
-        {f"{name}:low": one.low for name, one in watched.items()}
-        | {f"{name}:high": one.high for name, one in watched.items()}
-        | {f"{name}:mean": one.mean for name, one in watched.items()}
-        | {f"{name}:threshold": np.array(one.threshold(percentile)) for name, one in watched.items()}
-    )
-
-
-def _seen(content: bytes, what: str) -> dict[str, Array]:
-    """Statistic `what` of every tensor that was watched."""
-    return {
-        name.removesuffix(f":{what}"): array
-        for name, array in unpack_arrays(content).items()
-        if name.endswith(f":{what}")
-    }
-
-
-def _equalise(content: bytes, seen: bytes, share: float) -> tuple[bytes, bytes]:
-    """The equalised graph, and in words which tensors were left alone for what reason."""
-    from provisioning import passes  # noqa: PLC0415 - see _labels
-    from provisioning.passes import equalise  # noqa: PLC0415
-
-    model = passes.load(content, "the graph")
-    left_alone = equalise.equalise(model, _seen(seen, "low"), _seen(seen, "high"), share)
-    by_reason: dict[str, list[str]] = {}
-    for tensor, reason in left_alone.items():
-        by_reason.setdefault(reason, []).append(tensor)
-    words = "; ".join(f"{', '.join(tensors)} ({reason})" for reason, tensors in by_reason.items())
-    return passes.save(model), words.encode()
-
-
-def _quantize(content: bytes, seen: bytes, float_first: int) -> bytes:
-    from provisioning import passes  # noqa: PLC0415 - see _labels
-    from provisioning.passes import quantize  # noqa: PLC0415
-
-    model = passes.load(content, "the graph")
-    thresholds = {name: float(array) for name, array in _seen(seen, "threshold").items()}
-    return passes.save(quantize.quantize(model, thresholds, _seen(seen, "mean"), float_first))
 
 
 def _example(samples: Sequence[Mapping[str, Array]]) -> dict[str, Array]:

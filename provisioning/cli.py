@@ -50,6 +50,7 @@ class Precision(str, Enum):
     auto = "auto"
     fp32 = "fp32"
     int8 = "int8"
+    int8_unfused = "int8-unfused"
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

@@ -19,7 +19,7 @@ from provisioning import accuracy
 from provisioning.build import Built, BuiltGraph
 from provisioning.report import ORIGINAL, Report
 
-TOLERANCE = {"fp32": (1e-3, 0.0), "int8": (0.1, 0.05)}
+TOLERANCE = {"fp32": (1e-3, 0.0), "int8": (0.1, 0.05), "int8-unfused": (0.1, 0.05)}
 """Precision -> (largest difference of a float output, largest share of differing elements of an integer one).
 
 Runtimes and CPUs add products up in different orders. In float that changes the last bits: inputs moved by 1e-6 moved
@@ -87,7 +87,7 @@ def pack(built: Built, path: Path) -> Manifest:
             golden = Golden(keep(pack_arrays(graph.example)), keep(pack_arrays(outputs)), tolerance, mismatch)
             blob = keep(built_variant.content)
             measured = (built_variant.accuracy, built_variant.agreement, built_variant.checks)
-            variants[precision] = Variant(blob, golden, *measured)
+            variants[precision] = Variant(blob, golden, *measured, built_variant.quantized)
             spec = _with_layout(session.spec, graph)
         latency_ms[name] = time_in_turn(sessions, graph.example, _RUNS)
         size_bytes[name] = {ORIGINAL: len(graph.published)}

@@ -14,6 +14,7 @@ from typing import Any
 
 from models import schema
 from models.errors import ConfigError, SourceError
+from provisioning.calibrate import METHODS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,8 +23,10 @@ else:
 
 ROLES = {"detect": "overlap", "classify": "same_class", "recognise": "exact_drop"}
 """What a graph does in a reading pipeline -> the limit that its gate needs."""
-PASSES = ("normalise", "ctc_head")
-PRECISIONS = ("fp32", "int8")
+PASSES = ("normalise", "ctc_head", "mark")
+"""In the order in which they are performed."""
+PRECISIONS = ("fp32", "int8", "int8-unfused")
+"""Without fused kernels neck and head can be quantized too; that spelling is int8-unfused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,16 @@ class Gate:
 class Int8:
     """How a graph is quantized."""
 
+    method: str = "percentile"
+    """How thresholds are chosen, one of `calibrate.METHODS`."""
     percentile: float = 99.99
-    """Percent of a tensor's elements that its scale represents without clipping."""
+    """Percent of a tensor's elements that its scale represents without clipping, for the method of that name."""
     share: float = 0.7
     """How far equalisation moves the difficulty from activations to weights."""
-    float_first: int = 0
-    """Operators, counted from the input on, that stay in float."""
+    float_budget: float = 0.045
+    """Share of the multiply-accumulates outside fused operators that may stay in float."""
+    keep_float: tuple[str, ...] | None = None
+    """Operators that stay in float whatever they gain, by name; without them they are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +138,7 @@ def _check(recipe: Recipe, path: Path) -> None:
             ("role", (graph.role,), tuple(ROLES)),
             ("passes", graph.passes, PASSES),
             ("precisions", graph.precisions, PRECISIONS),
+            ("int8.method", (graph.int8.method,), METHODS),
         ):
             unknown = [value for value in values if value not in known]
             if unknown:
@@ -138,6 +146,12 @@ def _check(recipe: Recipe, path: Path) -> None:
                 raise ConfigError(msg)
         if graph.passes[:1] != ("normalise",) or not graph.precisions:
             msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
+            raise ConfigError(msg)
+        if list(graph.passes) != sorted(graph.passes, key=PASSES.index):
+            msg = f"recipe {path}: graphs.{name}.passes must stand in the order {', '.join(PASSES)}"
+            raise ConfigError(msg)
+        if "int8-unfused" in graph.precisions and "mark" not in graph.passes:
+            msg = f"recipe {path}: graphs.{name} has precision 'int8-unfused', which needs the pass 'mark'"
             raise ConfigError(msg)
         if graph.role == "recognise" and "ctc_head" not in graph.passes:
             msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"

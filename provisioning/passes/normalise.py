@@ -2,9 +2,10 @@
 
 Requires: a valid ONNX graph of standard operators, opset 7 to 17, with one input and one output.
 Ensures: the input is called `x`, the output `y`; opset 17, ir_version 8; constants are initializers, the shapes of
-reshapes among them; BatchNorm, and the scalar scale and shift behind a convolution, are folded into it; no identity,
-no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one HardSwish;
-no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within rounding.
+reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into it;
+no identity, no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one
+HardSwish; no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within
+rounding.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from provisioning.passes import IR_VERSION, OPSET, constant, initializer, operan
 _Element: TypeAlias = "int | tuple[ir.Value, int]"
 """One element of a computed shape: a number, or the size of a value along an axis."""
 _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
+_SAME_ELEMENTS = frozenset({"Cast", "Squeeze", "Unsqueeze"})
+"""What passes the elements of a shape on as they are; they are told apart by position, whatever the rank."""
 _SLICE_STEPS = 4
 """The input of Slice that holds its steps, when there are any."""
 _SLICE_BOUNDS = 3
@@ -46,9 +49,9 @@ def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
     _convert(model)
     _fix_singletons(model)
     for fusion in (
+        pattern.RewriteRuleSet([_Bias.rule("Conv"), _Bias.rule("ConvTranspose")], commute=True),
         pattern.RewriteRuleSet([rules.conv_affine_fusion_rule], commute=True),
         rules.fuse_hardswish_rules(),
-        pattern.RewriteRuleSet([_ConvTransposeBias.rule()], commute=True),
     ):
         model = rewriter.rewrite(model, fusion)
     model = rewriter.rewrite(model)  # the rules that onnxscript applies by default, BatchNorm among them
@@ -93,7 +96,7 @@ def _elements(value: ir.Value | None) -> list[_Element] | None:
     node = value.producer() if value is not None else None
     if node is None:
         return None
-    if node.op_type == "Cast":
+    if node.op_type in _SAME_ELEMENTS:
         return _elements(node.inputs[0])
     if node.op_type == "Shape":
         measured = operand(node, 0)
@@ -127,11 +130,16 @@ def _fix_singletons(model: ir.Model) -> None:
             value.shape = ir.Shape(())
 
 
-class _ConvTransposeBias(pattern.RewriteRuleClassBase):  # type: ignore[misc] # onnxscript has no types
-    """ConvTranspose(x, w) + b, with b [1, C, 1, 1] -> ConvTranspose(x, w, b): only then BatchNorm can be folded."""
+class _Bias(pattern.RewriteRuleClassBase):  # type: ignore[misc] # onnxscript has no types
+    """Conv(x, w) + b, with b [1, C, 1, 1] -> Conv(x, w, b): only then what stands behind it can be folded."""
+
+    def __init__(self, kind: str) -> None:
+        """For operators of type `kind`, Conv or ConvTranspose."""
+        super().__init__(f"{kind}Bias")
+        self._kind = kind
 
     def pattern(self, op: Any, x: Any, w: Any, b: Any) -> Any:  # noqa: ANN401 - onnxscript traces this
-        return op.ConvTranspose(x, w, _allow_other_attributes=True, _outputs=["y"]) + b
+        return getattr(op, self._kind)(x, w, _allow_other_attributes=True, _outputs=["y"]) + b
 
     def check(self, context: object, b: ir.Value, **_: object) -> MatchResult:
         del context
@@ -145,7 +153,7 @@ class _ConvTransposeBias(pattern.RewriteRuleClassBase):  # type: ignore[misc] # 
         if array is None or node is None:
             return None
         bias = op.initializer(ir.tensor(array.reshape(-1)), name=f"{b.name}_bias")
-        return op.ConvTranspose(x, w, bias, **node.attributes)
+        return getattr(op, self._kind)(x, w, bias, **node.attributes)
 
 
 def _convert(model: ir.Model) -> None:

@@ -4,7 +4,8 @@ Requires: pass normalise; for every tensor that such an operator reads (see `tar
 each channel on calibration samples.
 Ensures: the first input of each such operator passes QuantizeLinear and DequantizeLinear with one scale for the tensor;
 its weights are int8 initializers behind a DequantizeLinear with a scale for each output channel; all zero points
-are 0 and signed; nothing is placed on outputs or on biases; everything else stays in float.
+are 0 and signed; nothing is placed on outputs or on biases; everything else stays in float. Weights of operators that
+stay in float are stored in FP16, those of fused operators (pass mark) too, as their kernels read them.
 
     q = clip(round(x / scale), -128, 127),    scale = threshold / 127
 
@@ -23,23 +24,26 @@ Axes in names: M output channels, G input channels of a group, H and W of the ke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
+from models.errors import SourceError
 from models.spec import Array
-from provisioning.passes import constant, group, held, initializer, operand, sizes
+from provisioning.passes import constant, fused, group, held, initializer, operand, sizes
 
 _CHANNEL_AXIS = {"Conv": 1, "Gemm": -1, "MatMul": -1}
 """The operators, and the axis of channels in what they read."""
 _LARGEST = 127
+_HALF = frozenset({*_CHANNEL_AXIS, "ConvTranspose"})
+"""Operators with weights worth storing in half the bytes."""
 
 
-def targets(model: ir.Model, float_first: int = 0) -> list[ir.Node]:
-    """The operators of `model` that this pass takes: all but the first `float_first` of those that it could."""
-    return [node for node in model.graph if _fits(node)][float_first:]
+def targets(model: ir.Model) -> list[ir.Node]:
+    """The operators of `model` that this pass can take."""
+    return [node for node in model.graph if _fits(node)]
 
 
 def _fits(node: ir.Node) -> bool:
@@ -61,22 +65,48 @@ def expose(model: ir.Model) -> dict[str, int]:
 
 
 def quantize(
-    model: ir.Model, thresholds: Mapping[str, float], means: Mapping[str, Array], float_first: int = 0
+    model: ir.Model, thresholds: Mapping[str, float], means: Mapping[str, Array], keep_float: Collection[str] = ()
 ) -> ir.Model:
-    """Quantize all `targets`.
+    """Quantize all `targets` but those whose names are in `keep_float`.
 
     `thresholds[name]` is the largest |x| that the scale of tensor `name` represents, `means[name]` its channels' E[x].
     """
     zero = initializer(model, "q_zero", np.array(0, np.int8))
     passed: dict[ir.Value, ir.Value] = {}
-    for node in targets(model, float_first):
+    for node in targets(model):
+        if node.name in keep_float:
+            continue
         value = operand(node, 0)
         _store_int8(model, node, means[str(value.name)])
         if value not in passed:
             passed[value] = _through_int8(model, node, thresholds[str(value.name)], zero)
         node.replace_input_with(0, passed[value])
+    for node in list(model.graph):
+        if node.domain == fused.DOMAIN:
+            for index in range(len(node.inputs)):
+                _store_half(model, node, index)
+        elif node.op_type in _HALF and _store_half(model, node, 1):
+            wide = ir.node("Cast", [node.inputs[1]], {"to": ir.DataType.FLOAT}, name=f"{node.name}_weights_wide")
+            wide.outputs[0].name = wide.name
+            model.graph.insert_before(node, wide)
+            node.replace_input_with(1, wide.outputs[0])
     common.RemoveUnusedNodesPass()(model)
     return model
+
+
+def _store_half(model: ir.Model, node: ir.Node, index: int) -> bool:
+    """Keep input `index` of `node`, if it is constant, in FP16; whether it was."""
+    value = node.inputs[index]
+    array = constant(value)
+    if value is None or array is None:
+        return False
+    with np.errstate(over="ignore"):  # looked for below
+        half = array.astype(np.float16)
+    if not np.isfinite(half).all():
+        msg = f"{value.name} holds {np.abs(array).max():g}, which FP16 cannot: take int8 out of the recipe's precisions"
+        raise SourceError(msg)
+    node.replace_input_with(index, initializer(model, f"{node.name}_in{index}_half", half))
+    return True
 
 
 def _through_int8(model: ir.Model, node: ir.Node, threshold: float, zero: ir.Value) -> ir.Value:

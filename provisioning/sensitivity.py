@@ -1,0 +1,179 @@
+"""Finds what suffers most from INT8, and keeps that in float as far as a budget reaches.
+
+How far a graph is from float is the mean Kullback-Leibler divergence of its output distribution from that of the float
+graph, in nats a decision; a decision is one time step of a recogniser, one picture of a classifier, one pixel of a
+detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
+off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
+error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) The best is kept in float, the next
+few are measured again, and so on until the budget of multiply-accumulates is spent or nothing gains a tenth any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from appliance.runtime import Runtime, Session
+from models.errors import SourceError
+from models.spec import Array
+from provisioning import passes
+from provisioning.passes import operand, quantize, sizes
+
+_TINY = 1e-7
+_AGAIN = 6
+"""Candidates that are measured again after each choice: the gains of the others are taken as they were."""
+_WORTH = 0.1
+"""A choice has to take this share off the divergence that is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays in float, and what that does."""
+
+    gains: Mapping[str, float]
+    """Operator -> nats that it took off the divergence when it was chosen, in that order."""
+    before: float
+    """Divergence with all candidates in INT8."""
+    after: float
+    """Divergence with the chosen ones in float."""
+
+
+class Search:
+    """A float graph with samples, ready to be compared with INT8 forms of itself."""
+
+    def __init__(
+        self,
+        graph: bytes,
+        role: str,
+        thresholds: Mapping[str, float],
+        means: Mapping[str, Array],
+        samples: Sequence[Mapping[str, Array]],
+        runtime: Runtime,
+        threads: int,
+    ) -> None:
+        """`thresholds` and `means` are those of pass quantize; `samples` are inputs of `graph`."""
+        self._graph, self._role = graph, role
+        self._thresholds, self._means = thresholds, means
+        self._samples, self._runtime, self._threads = samples, runtime, threads
+        self._plain = [_log_distribution(role, one) for one in self._answers(None)]
+
+    def keep(self, candidates: Mapping[str, int], kept: Collection[str], budget: int) -> Kept:
+        """Choose among `candidates` (operator -> its multiply-accumulates), `kept` being in float already.
+
+        `budget` is the multiply-accumulates that the choice may come to.
+        """
+        candidates = {name: macs for name, macs in candidates.items() if macs <= budget}
+        before = left = self.divergence(kept)
+        gain = {name: before - self.divergence({*kept, name}) for name in candidates}
+        gains: dict[str, float] = {}
+        while True:
+            fit = [name for name in candidates if name not in gains and candidates[name] <= budget]
+            again = sorted(fit, key=lambda name: -gain[name])[:_AGAIN]
+            if gains:
+                gain |= {name: left - self.divergence({*kept, *gains, name}) for name in again}
+            best = max(again, key=lambda name: gain[name], default=None)
+            if best is None or gain[best] <= _WORTH * left:
+                return Kept(gains, before, left)
+            gains[best] = gain[best]
+            left -= gain[best]
+            budget -= candidates[best]
+
+    def divergence(self, keep_float: Collection[str]) -> float:
+        """Divergence with all but `keep_float` in INT8."""
+        outputs = self._answers(keep_float)
+        with ThreadPoolExecutor(self._threads) as pool:
+            sums = list(pool.map(lambda log_p, output: _divergence(self._role, log_p, output), self._plain, outputs))
+        return sum(one for one, _ in sums) / sum(count for _, count in sums)
+
+    def _answers(self, keep_float: Collection[str] | None) -> list[Array]:
+        """Outputs with all but `keep_float` in INT8; of the float graph itself when None."""
+        model = passes.load(self._graph, "the graph")
+        if keep_float is not None:
+            quantize.quantize(model, self._thresholds, self._means, keep_float)
+        if self._role == "recognise":
+            _expose_scores(model)
+        session = self._runtime.open(passes.save(model), threads=1)
+        with ThreadPoolExecutor(self._threads) as pool:
+            return list(pool.map(lambda sample: _only(session, sample), self._samples))
+
+
+def work(graph: bytes, shape: Sequence[int]) -> dict[str, int]:
+    """Multiply-accumulates of each convolution and product of matrices of `graph` for an input of `shape`.
+
+    Fused operators count for nothing here: inline them first to see inside.
+    """
+    model = onnx.load_model_from_string(graph)
+    for dim, size in zip(model.graph.input[0].type.tensor_type.shape.dim, shape, strict=True):
+        dim.dim_value = size
+    del model.graph.value_info[:]
+    for output in model.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    inferred = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    return {str(node.name): macs for node in inferred.graph if (macs := _macs(node))}
+
+
+def int8_share(graph: bytes, shape: Sequence[int]) -> float:
+    """Share of the multiply-accumulates of `graph` that compute on INT8: of those outside fused operators."""
+    macs = work(graph, shape)
+    model = passes.load(graph, "the graph")
+    nodes = {str(node.name): node for node in model.graph}
+    int8 = sum(macs[name] for name in macs if _reads_int8(nodes[name]))
+    return int8 / max(sum(macs.values()), 1)
+
+
+def _reads_int8(node: ir.Node) -> bool:
+    maker = operand(node, 1).producer()
+    return maker is not None and maker.op_type == "DequantizeLinear"
+
+
+def _macs(node: ir.Node) -> int:
+    if node.op_type not in {"Conv", "ConvTranspose", "Gemm", "MatMul"}:
+        return 0
+    read, weights, made = (sizes(value) for value in (operand(node, 0), operand(node, 1), node.outputs[0]))
+    if min((*read, *weights, *made), default=-1) < 0:
+        msg = f"the size of what {node.op_type} {node.name} computes cannot be told from the size of the input"
+        raise SourceError(msg)
+    if node.op_type == "Conv":
+        return int(np.prod(made) * np.prod(weights[1:]))
+    if node.op_type == "ConvTranspose":
+        return int(np.prod(read) * np.prod(weights[1:]))
+    return int(np.prod(made) * read[-1])
+
+
+def _expose_scores(model: ir.Model) -> None:
+    """Make the scores of all classes the only output of a recogniser that ends in pass ctc_head."""
+    maker = next((node for node in model.graph if node.op_type == "ArgMax"), None)
+    if maker is None:
+        raise SourceError("a recogniser must end in pass ctc_head to be quantized")
+    scores = operand(maker, 0)
+    scores.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.clear()
+    model.graph.outputs.append(scores)
+
+
+def _only(session: Session, sample: Mapping[str, Array]) -> Array:
+    (output,) = session.run(sample).values()
+    return output
+
+
+def _log_distribution(role: str, output: Array) -> Array:
+    """Logarithm of the probabilities of each decision, [decisions, outcomes], FP32."""
+    if role == "recognise":
+        below = output - output.max(axis=-1, keepdims=True)
+        below -= np.log(np.exp(below).sum(axis=-1, keepdims=True))
+        return np.asarray(below.reshape(-1, output.shape[-1]))
+    if role == "classify":
+        return np.asarray(np.log(np.maximum(output, _TINY)))
+    text = output.reshape(-1, 1)
+    return np.asarray(np.log(np.clip(np.concatenate([text, 1 - text], axis=1), _TINY, 1)))
+
+
+def _divergence(role: str, log_p: Array, output: Array) -> tuple[float, int]:
+    """Sum of the divergences of all decisions, and how many these are."""
+    log_q = _log_distribution(role, output)
+    return float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64)), len(log_p)
