@@ -30,8 +30,8 @@ Axes in names: B batch, T time steps, C channels, H heads, G groups, R heads of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import TypeAlias
@@ -98,7 +98,7 @@ def convert(model: ir.Model, found: Found, kv_heads: int, method: str, collect: 
             grouped = _average(block, kv_heads)
         else:
             names = [str(value.name) for value in (block.x, block.mask) if value is not None]
-            grouped = _subspace(block, kv_heads, [_Sample.of(block, one) for one in collect(model, names)])
+            grouped = _subspace(block, kv_heads, _Samples(block, collect(model, names)))
         _replace(model, block, grouped, kv_heads, f"attention{number}")
     common.RemoveUnusedNodesPass()(model)
     common.TopologicalSortPass()(model)
@@ -108,7 +108,9 @@ def convert(model: ir.Model, found: Found, kv_heads: int, method: str, collect: 
 def _average(block: Block, kv_heads: int) -> _Grouped:
     def mean(layer: Linear) -> Linear:
         w, b = (
-            array.reshape(-1, kv_heads, block.heads // kv_heads, block.size).mean(axis=2).reshape(-1, kv_heads * block.size)
+            array.reshape(-1, kv_heads, block.heads // kv_heads, block.size)
+            .mean(axis=2)
+            .reshape(-1, kv_heads * block.size)
             for array in (layer.w, layer.b)
         )
         return Linear(w, b[0])
@@ -116,57 +118,71 @@ def _average(block: Block, kv_heads: int) -> _Grouped:
     return _Grouped(tuple(range(block.heads)), block.q, mean(block.k), mean(block.v), block.out)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """What one sample brings to a block, in double precision."""
+class _Samples:
+    """What all samples bring to a block, in double precision; N is their time steps together."""
 
-    x: Array
-    """[B, T, C]"""
-    mask: Array
-    """Something that can be added to scores [B, H, T, T]."""
+    def __init__(self, block: Block, collected: Iterable[Mapping[str, Array]]) -> None:
+        """Take what was `collected` of x and the mask."""
+        xs: list[Array] = []
+        self._masks: list[Array] = []
+        for tensors in collected:
+            xs.append(tensors[str(block.x.name)])
+            mask = tensors[str(block.mask.name)] if block.mask is not None else np.zeros(1)
+            self._masks.append(mask.astype(np.float64))
+        self._shapes = [x.shape[:2] for x in xs]
+        self.x = np.concatenate([x.reshape(-1, x.shape[2]) for x in xs]).astype(np.float64)
+        """[N, C]"""
 
-    @classmethod
-    def of(cls, block: Block, tensors: Mapping[str, Array]) -> _Sample:
-        mask = tensors[str(block.mask.name)] if block.mask is not None else np.zeros(1)
-        return cls(tensors[str(block.x.name)].astype(np.float64), mask.astype(np.float64))
+    def each(self, flat: Array, heads: int) -> Iterator[Array]:
+        """What belongs to each sample in `flat` [N, heads * size], as [B, heads, T, size]."""
+        start = 0
+        for batch, steps in self._shapes:
+            part = flat[start : start + batch * steps]
+            yield part.reshape(batch, steps, heads, -1).transpose(0, 2, 1, 3)
+            start += batch * steps
+
+    def attention(self, q: Linear, k: Linear, heads: int, kv_heads: int, scale: float) -> Iterator[Array]:
+        """What the query heads, group after group, pay to the keys of each sample: P [B, G, R, T, T]."""
+        queries, keys = self.each(_apply(q, self.x), heads), self.each(_apply(k, self.x), kv_heads)
+        for q_BHTD, k_BGTD, mask in zip(queries, keys, self._masks, strict=True):
+            scores = scale * _grouped(q_BHTD, kv_heads) @ k_BGTD[:, :, None].swapaxes(-1, -2)
+            scores = (scores.reshape(*q_BHTD.shape[:3], -1) + mask).reshape(scores.shape)
+            scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            yield np.asarray(scores / scores.sum(axis=-1, keepdims=True))
+
+    def contexts(self, attention: Iterable[Array], flat: Array, kv_heads: int) -> Array:
+        """P v of all samples [N, H D] for v = `flat` [N, G D]."""
+        parts = []
+        for p_BGRTT, v_BGTD in zip(attention, self.each(flat, kv_heads), strict=True):
+            context = p_BGRTT @ v_BGTD[:, :, None]
+            batch, groups, rows, steps, size = context.shape
+            context = context.reshape(batch, groups * rows, steps, size).transpose(0, 2, 1, 3)
+            parts.append(context.reshape(batch * steps, -1))
+        return np.concatenate(parts)
 
 
-def _heads(x: Array, layer: Linear, heads: int) -> Array:
-    """[B, H, T, D] of a layer on x [B, T, C]."""
-    y = x @ layer.w.astype(np.float64) + layer.b
-    return y.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+def _apply(layer: Linear, x: Array) -> Array:
+    return np.asarray(x @ layer.w.astype(np.float64) + layer.b)
 
 
-def _attended(sample: _Sample, q: Linear, k: Linear, heads: int, kv_heads: int, scale: float) -> Array:
-    """Attention P [B, H, T, T] that the query heads, group after group, pay to the keys."""
-    keys = np.repeat(_heads(sample.x, k, kv_heads), heads // kv_heads, axis=1)
-    scores = scale * _heads(sample.x, q, heads) @ keys.swapaxes(2, 3) + sample.mask
-    scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return np.asarray(scores / scores.sum(axis=-1, keepdims=True))
+def _grouped(q_BHTD: Array, kv_heads: int) -> Array:
+    batch, heads, steps, size = q_BHTD.shape
+    return q_BHTD.reshape(batch, kv_heads, heads // kv_heads, steps, size)
 
 
-def _context(sample: _Sample, attention: Array, v: Linear, kv_heads: int) -> Array:
-    """What the heads compute, side by side [B T, H D]."""
-    heads = attention.shape[1]
-    values = np.repeat(_heads(sample.x, v, kv_heads), heads // kv_heads, axis=1)
-    context = (attention @ values).transpose(0, 2, 1, 3)
-    return context.reshape(-1, heads * values.shape[-1])
-
-
-def _subspace(block: Block, kv_heads: int, samples: Sequence[_Sample]) -> _Grouped:
-    heads, size = block.heads, block.size
-    width = block.x_width
-    flat = np.concatenate([one.x.reshape(-1, width) for one in samples])
-    mean = flat.mean(axis=0)
-    attended = [_attended(one, block.q, block.k, heads, heads, block.scale) for one in samples]
+def _subspace(block: Block, kv_heads: int, samples: _Samples) -> _Grouped:
+    heads, size, width = block.heads, block.size, block.x_width
+    x, count = samples.x, len(samples.x)
+    mean = x.mean(axis=0)
+    attention = list(samples.attention(block.q, block.k, heads, heads, block.scale))
     averaged = np.zeros((width, width))
-    for one, attention in zip(samples, attended, strict=True):
-        seen = (attention @ (one.x - mean)[:, None]).reshape(-1, width)
-        averaged += seen.T @ seen / (heads * len(flat))
-    root_k, inverse_k = _roots(np.cov(flat, rowvar=False, bias=True))
+    for p_BHRTT, x_B1TC in zip(attention, samples.each(x - mean, 1), strict=True):
+        seen = (p_BHRTT[:, :, 0] @ x_B1TC).reshape(-1, width)
+        averaged += seen.T @ seen / (heads * count)
+    root_k, inverse_k = _roots(np.cov(x, rowvar=False, bias=True))
     root_v, inverse_v = _roots(averaged)
-    extended = np.concatenate([flat, np.ones((len(flat), 1))], axis=1)
-    moments_q = extended.T @ extended / len(flat)
+    extended = np.concatenate([x, np.ones((count, 1))], axis=1)
+    moments_q = extended.T @ extended / count
     q = np.concatenate([block.q.w, block.q.b[None]]).astype(np.float64).reshape(width + 1, heads, size)
     k, v = (layer.w.astype(np.float64).reshape(width, heads, size) for layer in (block.k, block.v))
     out = block.out.w.astype(np.float64).reshape(heads, size, -1)
@@ -176,14 +192,13 @@ def _subspace(block: Block, kv_heads: int, samples: Sequence[_Sample]) -> _Group
     groups = _grouping(_costs(of_keys, size), _costs(of_values, size), heads, kv_heads)
     new_q, new_k, new_v, new_out = [], [], [], []
     for group in groups:
-        right = _first(of_keys, group, size)
-        left = _first(of_values, group, size)
+        right, left = _first(of_keys, group, size), _first(of_values, group, size)
         new_k.append(inverse_k @ right)
         new_v.append(inverse_v @ left)
-        new_q += [q[:, h] @ k[:, h].T @ root_k @ right for h in group]
+        new_q += [q[:, h] @ (k[:, h].T @ root_k @ right) for h in group]
         new_out += [left.T @ root_v @ v[:, h] @ out[h] for h in group]
-    wq, wk, wv = np.concatenate(new_q, axis=1), np.concatenate(new_k, axis=1), np.concatenate(new_v, axis=1)
-    bias = block.out.b + (mean @ block.v.w + block.v.b) @ block.out.w
+    wq, wk, wv = (np.concatenate(one, axis=1) for one in (new_q, new_k, new_v))
+    bias = block.out.b + _apply(block.v, mean) @ block.out.w
     grouped = _Grouped(
         tuple(h for group in groups for h in group),
         Linear(wq[:-1], wq[-1]),
@@ -191,7 +206,8 @@ def _subspace(block: Block, kv_heads: int, samples: Sequence[_Sample]) -> _Group
         Linear(wv, -mean @ wv),
         Linear(np.concatenate(new_out), bias),
     )
-    return _refit(block, grouped, kv_heads, samples, attended)
+    before = _apply(block.out, samples.contexts(attention, _apply(block.v, x), heads))
+    return _refitted(block, grouped, kv_heads, samples, before)
 
 
 def _roots(moments: Array) -> tuple[Array, Array]:
@@ -209,7 +225,9 @@ def _factor(gram: Array) -> Array:
 
 def _first(factors: Sequence[Array], group: Sequence[int], size: int) -> Array:
     """The first `size` left singular vectors of the group's factors side by side."""
-    return np.asarray(np.linalg.svd(np.concatenate([factors[h] for h in group], axis=1), full_matrices=False)[0][:, :size])
+    return np.asarray(
+        np.linalg.svd(np.concatenate([factors[h] for h in group], axis=1), full_matrices=False)[0][:, :size]
+    )
 
 
 def _costs(factors: Sequence[Array], size: int) -> Callable[[tuple[int, ...]], float]:
@@ -226,7 +244,10 @@ def _costs(factors: Sequence[Array], size: int) -> Callable[[tuple[int, ...]], f
 
 
 def _grouping(
-    of_keys: Callable[[tuple[int, ...]], float], of_values: Callable[[tuple[int, ...]], float], heads: int, kv_heads: int
+    of_keys: Callable[[tuple[int, ...]], float],
+    of_values: Callable[[tuple[int, ...]], float],
+    heads: int,
+    kv_heads: int,
 ) -> list[tuple[int, ...]]:
     """The cheapest of all groupings of the heads into `kv_heads` groups of one size."""
     members = heads // kv_heads
@@ -247,23 +268,16 @@ def _grouping(
     return list(best(tuple(range(heads)))[1])
 
 
-def _refit(
-    block: Block, grouped: _Grouped, kv_heads: int, samples: Sequence[_Sample], attended: Sequence[Array]
-) -> _Grouped:
-    """Fit the last layer of `grouped` to what `block` computes; `attended` is the attention of the block itself."""
-    width = len(grouped.out.w) + 1
-    gram, wanted = np.zeros((width, width)), np.zeros((width, grouped.out.w.shape[1]))
-    for sample, attention in zip(samples, attended, strict=True):
-        y = _context(sample, attention, block.v, block.heads) @ block.out.w.astype(np.float64) + block.out.b
-        new = _attended(sample, grouped.q, grouped.k, block.heads, kv_heads, block.scale)
-        context = _context(sample, new, grouped.v, kv_heads)
-        context = np.concatenate([context, np.ones((len(context), 1))], axis=1)
-        gram += context.T @ context
-        wanted += context.T @ y
-    ridge = _RIDGE * np.trace(gram) / width
-    before = np.concatenate([grouped.out.w, grouped.out.b[None]])
-    fitted = np.linalg.solve(gram + ridge * np.eye(width), wanted + ridge * before)
-    return _Grouped(grouped.order, grouped.q, grouped.k, grouped.v, Linear(fitted[:-1], fitted[-1]))
+def _refitted(block: Block, grouped: _Grouped, kv_heads: int, samples: _Samples, before: Array) -> _Grouped:
+    """`grouped` with its last layer fitted to what the block computed before [N, M]."""
+    attention = samples.attention(grouped.q, grouped.k, block.heads, kv_heads, block.scale)
+    context = samples.contexts(attention, _apply(grouped.v, samples.x), kv_heads)
+    context = np.concatenate([context, np.ones((len(context), 1))], axis=1)
+    gram = context.T @ context
+    ridge = _RIDGE * np.trace(gram) / len(gram)
+    layer = np.concatenate([grouped.out.w, grouped.out.b[None]])
+    fitted = np.linalg.solve(gram + ridge * np.eye(len(gram)), context.T @ before + ridge * layer)
+    return replace(grouped, out=Linear(fitted[:-1], fitted[-1]))
 
 
 def _replace(model: ir.Model, block: Block, grouped: _Grouped, kv_heads: int, name: str) -> None:
@@ -275,7 +289,9 @@ def _replace(model: ir.Model, block: Block, grouped: _Grouped, kv_heads: int, na
     def constant(what: str, array: Array) -> ir.Value:
         return initializer(model, f"{name}_{what}", array)
 
-    def node(operator: str, what: str, *inputs: ir.Value, outputs: int = 1, **attributes: int | Sequence[int]) -> ir.Value:
+    def node(
+        operator: str, what: str, *inputs: ir.Value, outputs: int = 1, **attributes: int | Sequence[int]
+    ) -> ir.Value:
         one = ir.node(operator, list(inputs), attributes, num_outputs=outputs, name=f"{name}_{what}")
         for index, value in enumerate(one.outputs):
             value.name = f"{one.name}_{index}" if outputs > 1 else one.name
@@ -292,7 +308,9 @@ def _replace(model: ir.Model, block: Block, grouped: _Grouped, kv_heads: int, na
 
     layers = {"q": grouped.q, "k": grouped.k, "v": grouped.v}
     if block.packed:
-        packed = Linear(*(np.concatenate([getattr(one, part) for one in layers.values()], axis=-1) for part in ("w", "b")))
+        packed = Linear(
+            *(np.concatenate([getattr(one, part) for one in layers.values()], axis=-1) for part in ("w", "b"))
+        )
         lengths = constant("lengths", np.array([one.w.shape[1] for one in layers.values()], np.int64))
         first = node("Split", "parts", linear("qkv", block.x, packed), lengths, outputs=3, axis=-1)
         q, k, v = first.producer().outputs  # type: ignore[union-attr] # made just above
