@@ -42,7 +42,9 @@ def mark(model: ir.Model) -> ir.Model:
         raise SourceError(msg) from unlike
     for function in (fused.conv_attention(neck), fused.ctc_head()):
         fused.declare(model, function)
-    flat = ir.node("Squeeze", [pooled_BC1T, initializer(model, "neck_height", np.array([2], np.int64))], name="neck_flat")
+    flat = ir.node(
+        "Squeeze", [pooled_BC1T, initializer(model, "neck_height", np.array([2], np.int64))], name="neck_flat"
+    )
     x_BTC = ir.node("Transpose", flat.outputs, {"perm": [0, 2, 1]}, name="neck_input")
     inputs = [initializer(model, name, array) for name, array in fused.weights_of(neck, weights)]
     attention = ir.node(
@@ -219,7 +221,11 @@ def _conv(value: ir.Value, name: str, *, depthwise: bool) -> tuple[ir.Value, dic
 def _residual(value: ir.Value, what: str) -> tuple[ir.Value, ir.Value]:
     """The two operands of a sum: the stream, and the linear (a sum with a constant) that is added to it."""
     for stream, more in _both(_maker(value, "Add")):
-        if constant(more) is None and _is(more, "Add") and any(constant(one) is not None for one in more.producer().inputs):  # type: ignore[union-attr]
+        if (
+            constant(more) is None
+            and _is(more, "Add")
+            and any(constant(one) is not None for one in more.producer().inputs)
+        ):  # type: ignore[union-attr]
             return stream, more
     msg = f"{_named(value)} does not add {what} to the stream"
     raise _Unlike(msg)
