@@ -30,6 +30,7 @@ from onnxscript.rewriter import pattern
 from models.spec import Array
 from provisioning.passes import constant, operand, sizes
 from provisioning.passes.shapes import clear
+from provisioning.sharing import Overview
 
 _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul"})
 _BETWEEN = frozenset({
@@ -75,6 +76,8 @@ class Block:
     softmax_type: ir.DataType | None
     """What the scores are cast to for the Softmax; None when they are not cast."""
     y: ir.Value
+    made_by: ir.Node
+    """The node that computes y."""
 
     @property
     def x_width(self) -> int:
@@ -96,6 +99,13 @@ class Found:
 
     blocks: tuple[Block, ...]
     not_understood: tuple[NotUnderstood, ...]
+
+    @property
+    def overview(self) -> Overview:
+        """The same in plain data."""
+        return Overview(
+            {block.name: block.heads for block in self.blocks}, {one.node: one.reason for one in self.not_understood}
+        )
 
 
 class _UnknownError(Exception):
@@ -121,18 +131,23 @@ def find(model: ir.Model) -> Found:
         match = _match(model, _CONTEXT, node.outputs[0]) if node.op_type == "MatMul" else None
         if match:
             contexts[match["p"].producer()] = match
-    blocks: list[Block] = []
-    unknown: list[NotUnderstood] = []
-    for node in _all_nodes(model):
-        try:
-            if node.op_type in _WHOLE:
-                msg = f"{node.op_type} is one operator, and only attention made of products is understood"
-                raise _UnknownError(msg)
-            if node.op_type == "Softmax" and _between_products(node):
-                blocks.append(_block(model, node, contexts.get(node)))
-        except _UnknownError as reason:
-            unknown.append(NotUnderstood(name_of(node), str(reason)))
-    return Found(tuple(blocks), tuple(unknown))
+    looking = [node for node in _all_nodes(model) if node.op_type in _WHOLE or _between_products(node)]
+    found = [_understood(model, node, contexts.get(node)) for node in looking]
+    return Found(
+        tuple(one for one in found if isinstance(one, Block)),
+        tuple(one for one in found if isinstance(one, NotUnderstood)),
+    )
+
+
+def _understood(model: ir.Model, node: ir.Node, context: Mapping[str, Any] | None) -> Block | NotUnderstood:
+    """The block around `node`, or why it is not understood."""
+    if node.op_type in _WHOLE:
+        reason = f"{node.op_type} is one operator, and only attention made of products is understood"
+        return NotUnderstood(name_of(node), reason)
+    try:
+        return _block(model, node, context)
+    except _UnknownError as error:
+        return NotUnderstood(name_of(node), str(error))
 
 
 def name_of(node: ir.Node) -> str:
@@ -146,9 +161,11 @@ def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from function.all_nodes()
 
 
-def _between_products(softmax: ir.Node) -> bool:
-    return _meets_product([value.producer() for value in softmax.inputs if value], _makers) and _meets_product(
-        softmax.outputs[0].consumers(), _readers
+def _between_products(node: ir.Node) -> bool:
+    return (
+        node.op_type == "Softmax"
+        and _meets_product(_makers(node), _makers)
+        and _meets_product(_readers(node), _readers)
     )
 
 
@@ -180,14 +197,14 @@ def _or_cast(op: Any, value: Any) -> Any:  # noqa: ANN401 - onnxscript traces pa
 
 
 def _context(op: Any, v: Any, shape: Any, w: Any) -> Any:  # noqa: ANN401 - traced
-    """concat_h(p_h v_h) Wo"""
+    """Match concat_h(p_h v_h) Wo."""
     p = op.Softmax(pattern.ANY_VALUE, _outputs=["p"])
     context = op.Transpose(op.MatMul(_or_cast(op, p), v, _outputs=["context"]), perm=[0, 2, 1, 3])
     return op.MatMul(_or_cast(op, op.Reshape(context, shape)), w, _outputs=["y"])
 
 
 def _scores(op: Any, q: Any, k: Any, scale: Any, mask: Any) -> Any:  # noqa: ANN401 - traced
-    """softmax(scale q k^T + mask)"""
+    """Match softmax(scale q k^T + mask)."""
     product = op.MatMul(q, k, _outputs=["product"])
     factor = [op.Mul(product, scale), op.Mul(scale, product), op.Div(product, scale), product]
     scaled = pattern.OrValue(factor, tag_var="operator", tag_values=["Mul", "Mul", "Div", ""])
@@ -242,8 +259,9 @@ def _block(model: ir.Model, softmax: ir.Node, context: Mapping[str, Any] | None)
         msg = f"its queries have {q.heads} heads of {q.size}, its keys {k.heads} of {k.size}, "
         msg += f"its values {v.heads} of {v.size}"
         raise _UnknownError(msg)
+    _check_mask(scores["mask"], q.heads)
     cast = scores.get("cast")
-    out, y = _out(context["y"], context["w"], q.heads * q.size)
+    out, adder = _out(context["y"].producer(), context["w"], q.heads * q.size)
     return Block(
         name=name_of(softmax),
         heads=q.heads,
@@ -257,8 +275,17 @@ def _block(model: ir.Model, softmax: ir.Node, context: Mapping[str, Any] | None)
         mask=scores["mask"],
         packed=q.layer is k.layer,
         softmax_type=cast.dtype if cast is not None else None,
-        y=y,
+        y=adder.outputs[0],
+        made_by=adder,
     )
+
+
+def _check_mask(mask: ir.Value | None, heads: int) -> None:
+    if mask is None:
+        return
+    if mask.shape is None or sizes(mask)[-3:-2] not in {(), (1,), (heads,)}:
+        msg = f"it is not known whether its mask {mask.name} is the same for all heads"
+        raise _UnknownError(msg)
 
 
 def _factor(number: ir.Value | None, operator: str) -> float:
@@ -355,7 +382,7 @@ def _integers(node: ir.Node, attribute: str, place: int) -> list[int]:
 
 
 def _cut(model: ir.Model, y: ir.Value, shape: ir.Value, what: str, axis: int = 0, part: int | None = None) -> _Heads:
-    """Heads of what y [B, T, W] is reshaped to: [B, T, H, D], or with a 3 at `axis` after T, of which `part` is meant."""
+    """Heads of y [B, T, W], reshaped to [B, T, H, D], or with a 3 at `axis` after T, of which `part` is meant."""
     whole, start, stop, along = _range(_uncast(y))
     layer = whole if along in {-1, 2} else _uncast(y)
     x, linear = _linear(model, layer, what)
@@ -368,7 +395,7 @@ def _cut(model: ir.Model, y: ir.Value, shape: ir.Value, what: str, axis: int = 0
     columns = columns.reshape(tail)
     if part is not None:
         columns = np.take(columns, part, axis)
-    heads, size = columns.shape
+    heads, size = (int(one) for one in columns.shape)
     columns = columns.reshape(-1)
     return _Heads(x, layer, Linear(linear.w[:, columns], linear.b[columns]), heads, size)
 
@@ -386,8 +413,9 @@ def _linear(model: ir.Model, y: ir.Value, what: str) -> tuple[ir.Value, Linear]:
     raise _UnknownError(_foreign(what, y))
 
 
-def _out(y: ir.Value, weights: ir.Value, width: int) -> tuple[Linear, ir.Value]:
-    """The linear layer behind the heads, and its output with the bias, if it has one."""
+def _out(product: ir.Node, weights: ir.Value, width: int) -> tuple[Linear, ir.Node]:
+    """The linear layer behind the heads, and its last node: it adds the bias, if there is one."""
+    y = product.outputs[0]
     w = constant(weights)
     if w is None or w.shape[:-1] != (width,):
         raise _UnknownError("what reads its heads is no linear layer")
@@ -397,5 +425,5 @@ def _out(y: ir.Value, weights: ir.Value, width: int) -> tuple[Linear, ir.Value]:
         for value in adder.inputs:
             b = constant(value)
             if b is not None and b.shape == w.shape[1:]:
-                return Linear(w, b), adder.outputs[0]
-    return Linear(w, np.zeros(w.shape[1], w.dtype)), y
+                return Linear(w, b), adder
+    return Linear(w, np.zeros(w.shape[1], w.dtype)), product

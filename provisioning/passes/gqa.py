@@ -2,9 +2,8 @@
 
 Requires: attention blocks that `passes.attention` finds, with a number of heads that the wanted number divides;
 samples of what flows into them.
-Ensures: every such block computes keys and values for the wanted number of heads only. It is written as products of
-four axes: the queries of a group stand below each other as rows [B, G, R T, D] and meet the keys [B, G, D, T] of their
-group once, so no key and no value is repeated. Opset 17, standard operators.
+Ensures: every such block computes keys and values for the wanted number of heads only, and no copy of any of them:
+queries [B, G, R, T, D] meet keys [B, G, 1, D, T] in a product that broadcasts. Opset 17, standard operators.
 
 Method "average" takes the mean of the keys' and of the values' weights of neighbouring heads (Ainslie et al. 2023,
 "GQA"). Method "subspace" chooses the groups and their shared heads for the smallest error on the samples, as
@@ -16,46 +15,26 @@ Axes in names: B batch, T time steps, C channels, H heads, G groups, R heads of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 
-from models.errors import ConfigError
 from models.spec import Array
 from provisioning.passes import initializer, sizes
 from provisioning.passes.attention import Block, Found, Linear
 from provisioning.passes.subspace import Grouped, Samples, share
 
-METHODS = ("subspace", "average")
 Collect: TypeAlias = Callable[[ir.Model, Sequence[str]], Iterable[Mapping[str, Array]]]
 """Runs the samples through a model and hands out the named tensors, a mapping for each sample."""
-
-
-def check(found: Found, kv_heads: int, what: str) -> None:
-    """Raise ConfigError, naming `what`, unless all blocks can be converted to `kv_heads`."""
-    if not found.blocks:
-        reasons = "".join(f"; {one.node} looks like attention, but {one.reason}" for one in found.not_understood)
-        msg = f"{what} has no attention that could be converted{reasons}: build it without --kv-heads"
-        raise ConfigError(msg)
-    for block in found.blocks:
-        if not 1 <= kv_heads <= block.heads or block.heads % kv_heads:
-            possible = [str(n) for n in divisors(block.heads)]
-            msg = (
-                f"{what} has {block.heads} heads at {block.name}, which cannot share {kv_heads} key and value heads "
-                f"evenly: give --kv-heads {', '.join(possible[:-1])} or {possible[-1]}"
-            )
-            raise ConfigError(msg)
-
-
-def divisors(heads: int) -> list[int]:
-    """Numbers of key and value heads that `heads` can share."""
-    return [n for n in range(1, heads + 1) if heads % n == 0]
+_AXES = 4
+"""Of scores [B, H, T, T] as published."""
 
 
 def convert(model: ir.Model, found: Found, kv_heads: int, method: str, collect: Collect) -> ir.Model:
-    """Convert the blocks that were `found` in `model`, which passed `check`, in place."""
+    """Convert the blocks that were `found` in `model`, with a number of heads that `kv_heads` divides, in place."""
     for number, block in enumerate(found.blocks):
         if kv_heads == block.heads:
             continue
@@ -85,67 +64,91 @@ def _average(block: Block, kv_heads: int) -> Grouped:
 
 def _replace(model: ir.Model, block: Block, grouped: Grouped, kv_heads: int, name: str) -> None:
     """Write the converted block in place of `block`; its nodes and constants are called `name`_..."""
-    made: list[ir.Node] = []
+    write = _Writer(model, block, name)
     heads, size = block.heads, block.size
-    dtype = block.q.w.dtype
+    rows = heads // kv_heads
+    q, k, v = write.projections(grouped)
+    q = write.transposed("q_heads", write.reshaped("q_cut", q, 0, -1, kv_heads, rows, size), 0, 2, 3, 1, 4)
+    k = write.transposed("k_heads", write.reshaped("k_cut", k, 0, -1, kv_heads, 1, size), 0, 2, 3, 4, 1)
+    v = write.transposed("v_heads", write.reshaped("v_cut", v, 0, -1, kv_heads, 1, size), 0, 2, 3, 1, 4)
+    if block.scale != 1:
+        q = write.node("Mul", "q_scaled", q, write.constant("scale", np.array(block.scale)))
+    scores = write.node("MatMul", "scores", q, k)
+    if block.mask is not None:
+        scores = write.node("Add", "scores_masked", scores, write.mask(block.mask, grouped.order, rows))
+    attention = write.softmax(scores)
+    context = write.transposed("context_turned", write.node("MatMul", "context", attention, v), 0, 3, 1, 2, 4)
+    y = write.linear("out", write.reshaped("context_flat", context, 0, -1, heads * size), grouped.out)
+    y.shape, y.type = block.y.shape, block.y.type
+    model.graph.insert_before(block.made_by, write.made)
+    block.y.replace_all_uses_with(y)
 
-    def constant(what: str, array: Array) -> ir.Value:
-        return initializer(model, f"{name}_{what}", array)
 
-    def node(
-        operator: str, what: str, *inputs: ir.Value, outputs: int = 1, **attributes: int | Sequence[int]
-    ) -> ir.Value:
-        one = ir.node(operator, list(inputs), attributes, num_outputs=outputs, name=f"{name}_{what}")
+@dataclass(slots=True)
+class _Writer:
+    """Makes the nodes of one block."""
+
+    model: ir.Model
+    block: Block
+    name: str
+    made: list[ir.Node] = field(default_factory=list)
+
+    def constant(self, what: str, array: Array) -> ir.Value:
+        array = array.astype(self.block.q.w.dtype) if array.dtype.kind == "f" else array
+        return initializer(self.model, f"{self.name}_{what}", array)
+
+    def nodes(
+        self,
+        operator: str,
+        what: str,
+        inputs: Sequence[ir.Value],
+        outputs: int,
+        **attributes: int | Sequence[int],
+    ) -> list[ir.Value]:
+        one = ir.node(operator, inputs, attributes, num_outputs=outputs, name=f"{self.name}_{what}")
         for index, value in enumerate(one.outputs):
             value.name = f"{one.name}_{index}" if outputs > 1 else one.name
-            value.dtype = block.x.dtype
-        made.append(one)
-        return one.outputs[0]
+            value.type = self.block.x.type
+        self.made.append(one)
+        return list(one.outputs)
 
-    def shaped(what: str, value: ir.Value, *shape: int) -> ir.Value:
-        return node("Reshape", what, value, constant(f"{what}_shape", np.array(shape, np.int64)))
+    def node(self, operator: str, what: str, *inputs: ir.Value, **attributes: int | Sequence[int]) -> ir.Value:
+        return self.nodes(operator, what, inputs, 1, **attributes)[0]
 
-    def linear(what: str, value: ir.Value, layer: Linear) -> ir.Value:
-        product = node("MatMul", f"{what}_product", value, constant(f"{what}_weights", layer.w.astype(dtype)))
-        return node("Add", what, product, constant(f"{what}_bias", layer.b.astype(dtype)))
+    def reshaped(self, what: str, value: ir.Value, *shape: int) -> ir.Value:
+        return self.node("Reshape", what, value, self.constant(f"{what}_shape", np.array(shape, np.int64)))
 
-    layers = {"q": grouped.q, "k": grouped.k, "v": grouped.v}
-    if block.packed:
-        packed = Linear(
-            *(np.concatenate([getattr(one, part) for one in layers.values()], axis=-1) for part in ("w", "b"))
-        )
-        lengths = constant("lengths", np.array([one.w.shape[1] for one in layers.values()], np.int64))
-        first = node("Split", "parts", linear("qkv", block.x, packed), lengths, outputs=3, axis=-1)
-        q, k, v = first.producer().outputs  # type: ignore[union-attr] # made just above
-    else:
-        q, k, v = (linear(what, block.x, layer) for what, layer in layers.items())
-    q = node("Transpose", "q_heads", shaped("q_cut", q, 0, -1, heads, size), perm=[0, 2, 1, 3])
-    if block.scale != 1:
-        q = node("Mul", "q_scaled", q, constant("scale", np.array(block.scale, dtype)))
-    q = shaped("q_rows", q, 0, kv_heads, -1, size)
-    k = node("Transpose", "k_heads", shaped("k_cut", k, 0, -1, kv_heads, size), perm=[0, 2, 3, 1])
-    v = node("Transpose", "v_heads", shaped("v_cut", v, 0, -1, kv_heads, size), perm=[0, 2, 1, 3])
-    scores = node("MatMul", "scores", q, k)
-    if block.mask is not None:
-        mask = block.mask
-        if sizes(mask)[-3:-2] == (heads,):  # one for each head: they stand in another order now
-            mask = node("Gather", "mask", mask, constant("order", np.array(grouped.order, np.int64)), axis=-3)
-        scores = shaped("scores_of_heads", scores, 0, heads, -1, 0)
-        scores = node("Add", "scores_masked", scores, mask)
-        scores = shaped("scores_of_groups", scores, 0, kv_heads, -1, 0)
-    if block.softmax_type is not None:
-        scores = node("Cast", "scores_cast", scores, to=int(block.softmax_type))
-        scores.dtype = block.softmax_type
-    attention = node("Softmax", "softmax", scores, axis=-1)
-    if block.softmax_type is not None:
-        attention.dtype = block.softmax_type
-        attention = node("Cast", "attention", attention, to=int(block.x.dtype or ir.DataType.FLOAT))
-    context = shaped("context_of_heads", node("MatMul", "context", attention, v), 0, heads, -1, size)
-    context = node("Transpose", "context_turned", context, perm=[0, 2, 1, 3])
-    y = linear("out", shaped("context_flat", context, 0, -1, heads * size), grouped.out)
-    producer = block.y.producer()
-    if producer is None:
-        raise AssertionError(block.name)
-    y.shape, y.type = block.y.shape, block.y.type
-    model.graph.insert_before(producer, made)
-    block.y.replace_all_uses_with(y)
+    def transposed(self, what: str, value: ir.Value, *perm: int) -> ir.Value:
+        return self.node("Transpose", what, value, perm=perm)
+
+    def linear(self, what: str, value: ir.Value, layer: Linear) -> ir.Value:
+        product = self.node("MatMul", f"{what}_product", value, self.constant(f"{what}_weights", layer.w))
+        return self.node("Add", what, product, self.constant(f"{what}_bias", layer.b))
+
+    def projections(self, grouped: Grouped) -> Sequence[ir.Value]:
+        """Queries, keys and values, by as many products as the block had."""
+        layers = (grouped.q, grouped.k, grouped.v)
+        if not self.block.packed:
+            return [self.linear(what, self.block.x, layer) for what, layer in zip("qkv", layers, strict=True)]
+        packed = Linear(np.concatenate([one.w for one in layers], axis=1), np.concatenate([one.b for one in layers]))
+        lengths = self.constant("lengths", np.array([len(one.b) for one in layers], np.int64))
+        return self.nodes("Split", "part", [self.linear("qkv", self.block.x, packed), lengths], 3, axis=-1)
+
+    def mask(self, mask: ir.Value, order: Sequence[int], rows: int) -> ir.Value:
+        """`mask` for scores [B, G, R, T, T]: `passes.attention` knows how many heads it tells apart."""
+        of_heads = sizes(mask)[-3:-2]
+        if of_heads == (self.block.heads,):
+            heads_GR = self.constant("order", np.array(order, np.int64).reshape(-1, rows))
+            return self.node("Gather", "mask", mask, heads_GR, axis=len(sizes(mask)) - 3)
+        if len(sizes(mask)) < _AXES:
+            return mask
+        return self.node("Unsqueeze", "mask", mask, self.constant("mask_axis", np.array([2], np.int64)))
+
+    def softmax(self, scores: ir.Value) -> ir.Value:
+        wide = self.block.softmax_type
+        if wide is None:
+            return self.node("Softmax", "softmax", scores, axis=-1)
+        attention = self.node("Softmax", "softmax", self.node("Cast", "wide", scores, to=int(wide)), axis=-1)
+        for node in self.made[-2:]:
+            node.outputs[0].dtype = wide
+        return self.node("Cast", "attention", attention, to=int(self.block.x.dtype or ir.DataType.FLOAT))

@@ -279,17 +279,18 @@ class _Fit:
 
         def normal(v_GED: Array) -> Array:
             turned = v_GED[self.group_of][None] @ inner  # [H, H', E, D]
-            return self._by_group(self.moments @ turned.reshape(heads, heads * width, size)) + ridge * v_GED
+            return np.asarray(self._by_group(self.moments @ turned.reshape(heads, heads * width, size)) + ridge * v_GED)
 
         right = (self.wanted - sums[:, :, None] * out[-1]) @ o_HDM.transpose(0, 2, 1)
         return _conjugate_gradients(normal, self._by_group(right) + ridge * before, before)
 
     def _by_group(self, each_HED: Array) -> Array:
-        return each_HED.reshape(-1, int((self.group_of == 0).sum()), *each_HED.shape[1:]).sum(axis=1)
+        rows = int((self.group_of == 0).sum())
+        return np.asarray(each_HED.reshape(-1, rows, *each_HED.shape[1:]).sum(axis=1))
 
 
 def _conjugate_gradients(normal: Callable[[Array], Array], right: Array, start: Array) -> Array:
-    """A better solution of normal(x) = right than `start`, for a symmetric positive operator (Hestenes, Stiefel 1952)."""
+    """A better solution of normal(x) = right than `start`, `normal` symmetric and positive (Hestenes, Stiefel 1952)."""
     x, residual = start, right - normal(start)
     direction, square = residual, (residual**2).sum()
     for _ in range(_STEPS):
