@@ -177,6 +177,8 @@ class Step:
     output: str
     precision: str = ""
     """The one that this was done for; empty when it was for all of them."""
+    asked: str = ""
+    """What the builder asked for, where the recipe leaves a choice: "2 key and value heads, subspace"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """From a recipe to graphs that passed their gates: every step in order, with digests of what goes in and out.
 
-    fetch -> normalise [-> ctc_head] [-> mark] = fp32
+    fetch -> normalise [-> gqa] [-> ctc_head] [-> mark] = fp32
     what fp32 was before mark -> provisioning.int8 = int8, int8-unfused
     every precision -> gate: compared with the graph as published
 
@@ -9,6 +9,7 @@ All of it in memory: writing is for `provisioning.pack`, after all gates.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,12 @@ from models.bundle import Accuracy, Agreement, Check, Quantized, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
 from models.spec import Array
 from models.tasks.reading import ReadingSettings
-from provisioning import data, sources
+from provisioning import data, sharing, sources
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
 from provisioning.int8 import Int8
 from provisioning.recipe import GraphRecipe, RecipeFile
+from provisioning.sharing import Overview, Sharing
 from provisioning.steps import RUNTIME, Report, Steps
 
 _EXAMPLE_SIDE = 320
@@ -94,12 +96,15 @@ class Keeping:
         self._runtime.release()
 
 
-def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report) -> Built:
+def build(
+    recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report, wanted: Sharing | None = None
+) -> Built:
     """Build every graph of `recipe` with the labelled data in `folder`.
 
     `precision` is "auto" (all that the recipe wants and the gate lets pass) or the one that is wanted: a graph that
-    misses its gate in that is built in float. Raises SourceError for unusable checkpoints and data, GateFailed when
-    a graph has no precision left.
+    misses its gate in that is built in float. With `wanted`, attention is converted in every graph that has some.
+    Raises SourceError for unusable checkpoints and data, ConfigError when attention cannot be converted as wanted,
+    GateFailed when a graph has no precision left.
     """
     known = {one for graph in recipe.recipe.graphs.values() for one in graph.precisions}
     if precision != "auto" and precision not in known:
@@ -110,8 +115,9 @@ def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report
     file = data.splits_for_build(folder, recipe.default_data)
     splits = {split: data.load(folder, split, file) for split in ("calibrate", "gate")}
     data.require_lines(folder, splits)
-    room = _Room(steps, choose(RUNTIME), recipe, splits, precision)
+    room = _Room(steps, choose(RUNTIME), recipe, splits, precision, wanted)
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
+    room.check_sharing(contents)
     labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
     graphs = {name: room.build(name, contents, labels.split("\n")) for name in recipe.recipe.graphs}
     if steps.done_before:
@@ -129,6 +135,7 @@ class _Room:
     file: RecipeFile
     splits: Mapping[str, data.Split]
     precision: str
+    sharing: Sharing | None
     settings: ReadingSettings = field(init=False)
     kept: Keeping = field(init=False)
     notes: dict[str, str] = field(default_factory=dict)
@@ -151,6 +158,18 @@ class _Room:
         source = self.source(name)
         return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source))
 
+    def check_sharing(self, contents: Mapping[str, bytes]) -> None:
+        """Raise ConfigError, before anything is built, when attention cannot be converted as wanted."""
+        if self.sharing is None:
+            return
+        graphs = self.file.recipe.graphs
+        found = {f"{name} ({graphs[name].file})": self._attention(name, one) for name, one in contents.items()}
+        sharing.check(found, self.sharing.kv_heads)
+
+    def _attention(self, name: str, content: bytes) -> Overview:
+        found = self.steps.run("attention", name, "", [content], None, lambda: sharing.look(content, f"graph {name}"))
+        return schema.load(Overview, json.loads(found))
+
     def labels(self, name: str, content: bytes) -> str:
         key = self.file.recipe.graphs[name].labels
         if not key:
@@ -162,7 +181,7 @@ class _Room:
         calibration = data.inputs(graph.role, self.splits["calibrate"], self.settings)
         gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
         before_mark = graph.passes.index("mark") if "mark" in graph.passes else len(graph.passes)
-        plain = self._passes(name, graph, published[name], graph.passes[:before_mark])
+        plain = self._passes(name, graph, published[name], graph.passes[:before_mark], calibration)
         example = _example(calibration)
         sha256, shape = self.splits["calibrate"].sha256, example["x"].shape
         int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, shape, self.notes)
@@ -172,7 +191,7 @@ class _Room:
         verdicts: dict[str, Verdict] = {}
         for precision in self._candidates(graph):
             if precision == "fp32":
-                made[precision] = self._passes(name, graph, plain, graph.passes[before_mark:])
+                made[precision] = self._passes(name, graph, plain, graph.passes[before_mark:], calibration)
             else:
                 made[precision], quantized[precision] = int8.make(precision)
             verdicts[precision] = gate.judge(precision, made[precision])
@@ -204,10 +223,39 @@ class _Room:
         wanted = [self.precision] if self.precision in graph.precisions else []
         return list(dict.fromkeys([*wanted, "fp32"]))
 
-    def _passes(self, name: str, graph: GraphRecipe, content: bytes, steps: Sequence[str]) -> bytes:
+    def _passes(
+        self,
+        name: str,
+        graph: GraphRecipe,
+        content: bytes,
+        steps: Sequence[str],
+        calibration: Sequence[Mapping[str, Array]],
+    ) -> bytes:
         for step in steps:
             content = self.steps.run(step, name, "", [content], list(graph.shape), _pass(step, name, graph, content))
+            if step == "normalise":
+                content = self._shared(name, content, calibration)
         return content
+
+    def _shared(self, name: str, content: bytes, calibration: Sequence[Mapping[str, Array]]) -> bytes:
+        """`content` with its attention converted, where that is wanted and there is some."""
+        wanted = self.sharing
+        if wanted is None:
+            return content
+        attention = self._attention(name, content)
+        for node, reason in attention.not_understood.items():
+            self.steps.report(f"{name}: {node} looks like attention and stays as it is: {reason}")
+        if not attention.heads:
+            return content
+        return self.steps.run(
+            "gqa",
+            name,
+            "",
+            [content, self.splits["calibrate"].sha256],
+            [wanted.kv_heads, wanted.method],
+            lambda: sharing.share(content, wanted, calibration, self.runtime),
+            asked=f"{wanted.kv_heads} key and value heads, {wanted.method}",
+        )
 
 
 def _fetch(source: Source) -> bytes:

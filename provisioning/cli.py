@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 refused or failed with a reason, 2 wrong usage.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -53,6 +54,13 @@ class Precision(str, Enum):
     int8_unfused = "int8-unfused"
 
 
+class SharingMethod(str, Enum):
+    """How key and value heads to share are found."""
+
+    subspace = "subspace"
+    average = "average"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of labelled data; default: the recipe's.")]
 Bundle = Annotated[Path, typer.Argument(help="Folder of a bundle.")]
@@ -65,6 +73,9 @@ def _epilog(example: str) -> str:
 def main() -> None:
     """Run the command line."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # both interrupt, so that nothing half-written stays
+    # Before numpy is loaded: sums over many threads are added up in another order on another number of cores, and
+    # threads that spin take the core of the runtime's.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         app()
     except ApplianceError as error:
@@ -119,13 +130,19 @@ def _progress() -> Iterator[Any]:
 
 
 @app.command(epilog=_epilog("provision build models/zoo/ppocr-v4.toml --target cpu --out ppocr-v4"))
-def build(
+def build(  # noqa: PLR0913, PLR0917 - options of a command
     recipe: Annotated[Path, typer.Argument(help="Recipe (TOML), for example models/zoo/ppocr-v4.toml.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the bundle: new, empty, or an earlier bundle.")],
     target: Annotated[str, typer.Option(help="What the bundle is measured on: " + ", ".join(TARGETS))] = "cpu",
     precision: Annotated[
         Precision, typer.Option(help="All that pass their gate, or one: float stands in where that misses its gate.")
     ] = Precision.auto,
+    kv_heads: Annotated[
+        int | None, typer.Option("--kv-heads", min=1, help="Key and value heads that attention shares; default: all.")
+    ] = None,
+    gqa_method: Annotated[
+        SharingMethod, typer.Option(help="How heads come to share: subspace is fitted, average is the plain baseline.")
+    ] = SharingMethod.subspace,
     data: Data = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do every step again.")] = False,
     as_json: Json = False,
@@ -138,12 +155,14 @@ def build(
     from provisioning import pack  # noqa: PLC0415
     from provisioning import recipe as recipes  # noqa: PLC0415
     from provisioning.cache import Cache  # noqa: PLC0415
+    from provisioning.sharing import Sharing  # noqa: PLC0415
 
     pack.check_folder(out)
     read = recipes.read(recipe)
     cache = Cache(None) if no_cache else Cache.of_user()
     with _progress() as report:
-        built = workshop.build(read, data or read.default_data, precision.value, cache, report)
+        wanted = Sharing(kv_heads, gqa_method.value) if kv_heads else None
+        built = workshop.build(read, data or read.default_data, precision.value, cache, report, wanted)
         report("packing")
         pack.pack(built, out)
     _show(out, as_json)

@@ -35,7 +35,7 @@ class Steps:
         self.done_before = 0
         self._made: dict[tuple[str, ...], bytes] = {}
         self._cache = cache
-        self._report = report
+        self.report = report
         self._code = _digest_of_code()
 
     def run(
@@ -46,10 +46,11 @@ class Steps:
         inputs: Sequence[bytes | str],
         settings: object,
         make: Callable[[], bytes],
+        asked: str = "",
     ) -> bytes:
         """What `make` makes of `inputs` (content, or a digest of it) and `settings`, which are plain data.
 
-        `precision` is the one that this is done for, empty when it is for all of them.
+        `precision` is the one that this is done for, empty when it is for all of them; `asked` see `Step`.
         """
         digests = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in inputs]
         key = _digest([name, digests, settings, self._code, self.tools])
@@ -57,13 +58,13 @@ class Steps:
             return self._made[key, graph, precision]
         content = self._cache.get(key)
         if content is None:
-            self._report(f"{graph} {precision}: {name}" if precision else f"{graph}: {name}")
+            self.report(f"{graph} {precision}: {name}" if precision else f"{graph}: {name}")
             content = _made(make, f"{graph}: {name}")
             self._cache.put(key, content)
         else:
             self.done_before += 1
         self._made[key, graph, precision] = content
-        self.done.append(Step(name, graph, tuple(digests), hashlib.sha256(content).hexdigest(), precision))
+        self.done.append(Step(name, graph, tuple(digests), hashlib.sha256(content).hexdigest(), precision, asked))
         return content
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter, version_converter
@@ -22,16 +21,10 @@ from onnxscript.rewriter import MatchResult, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from models.errors import SourceError
-from provisioning.passes import IR_VERSION, OPSET, constant, initializer, operand, sizes
+from provisioning.passes import IR_VERSION, OPSET, constant, sizes
+from provisioning.passes.shapes import clear, lift
 
-_Element: TypeAlias = "int | tuple[ir.Value, int]"
-"""One element of a computed shape: a number, or the size of a value along an axis."""
 _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
-_SAME_ELEMENTS = frozenset({"Cast", "Squeeze", "Unsqueeze"})
-"""What passes the elements of a shape on as they are; they are told apart by position, whatever the rank."""
-_SLICE_STEPS = 4
-"""The input of Slice that holds its steps, when there are any."""
-_SLICE_BOUNDS = 3
 
 
 def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
@@ -41,11 +34,8 @@ def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
         msg = f"the graph must have one output and one input with {len(shape)} axes, as its recipe says"
         raise SourceError(msg)
     inputs[0].shape = ir.Shape([size if size >= 0 else f"d{axis}" for axis, size in enumerate(shape)])
-    _lift(model)
-    optimizer.optimize(model)
     # The ranks must be known before the opset changes: without them each Softmax gets a flatten and two reshapes.
-    while _fix_reshapes(model):
-        optimizer.optimize(model)
+    clear(model)
     _convert(model)
     _fix_singletons(model)
     for fusion in (
@@ -58,61 +48,6 @@ def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
     optimizer.optimize(model)
     _tidy(model)
     return model
-
-
-def _lift(model: ir.Model) -> None:
-    common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-
-
-def _fix_reshapes(model: ir.Model) -> bool:
-    """Make the shapes of reshapes constant that exporters compute from sizes of tensors; whether any was.
-
-    An element that is the size of the reshaped tensor along the same axis is spelled 0 (copy);
-    one other unknown element can be spelled -1, because it follows from the rest.
-    """
-    changed = False
-    for node in list(model.graph):
-        if node.op_type != "Reshape" or constant(node.inputs[1]) is not None:
-            continue
-        data, elements = operand(node, 0), _elements(node.inputs[1])
-        if elements is None:
-            continue
-        fixed: list[_Element] = [0 if element == (data, axis) else element for axis, element in enumerate(elements)]
-        unknown = [element for element in fixed if not isinstance(element, int)]
-        if len(unknown) + fixed.count(-1) > 1:
-            continue
-        shape = np.array([element if isinstance(element, int) else -1 for element in fixed], np.int64)
-        node.replace_input_with(1, initializer(model, f"{node.outputs[0].name}_shape", shape))
-        changed = True
-    common.RemoveUnusedNodesPass()(model)
-    return changed
-
-
-def _elements(value: ir.Value | None) -> list[_Element] | None:
-    """What each element of a one-dimensional integer value is; None when that cannot be told."""
-    array = constant(value)
-    if array is not None:
-        return [int(element) for element in array.reshape(-1)]
-    node = value.producer() if value is not None else None
-    if node is None:
-        return None
-    if node.op_type in _SAME_ELEMENTS:
-        return _elements(node.inputs[0])
-    if node.op_type == "Shape":
-        measured = operand(node, 0)
-        return [(measured, axis) for axis in range(len(sizes(measured)))] or None
-    parts = [_elements(part) for part in node.inputs]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    if node.op_type == "Concat":
-        return [element for part in known for element in part]
-    if node.op_type == "Slice":
-        whole, starts, ends = known[:3]
-        steps = known[_SLICE_STEPS] if len(known) > _SLICE_STEPS else [1]
-        bounds = [part[0] for part in (starts, ends, steps) if isinstance(part[0], int)]
-        return whole[slice(*bounds)] if len(bounds) == _SLICE_BOUNDS else None
-    return None
 
 
 def _fix_singletons(model: ir.Model) -> None:
@@ -168,13 +103,13 @@ def _convert(model: ir.Model) -> None:
     if model.opset_imports.get("") != OPSET:
         msg = f"the graph cannot be converted to opset {OPSET}"
         raise SourceError(msg)
-    _lift(model)
+    lift(model)
     model.ir_version = IR_VERSION
 
 
 def _tidy(model: ir.Model) -> None:
     """Drop what no runtime reads, and rename what the tools named by counters that outlive one graph."""
-    _lift(model)
+    lift(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.DeduplicateInitializersPass()(model)
     common.RemoveUnusedNodesPass()(model)
