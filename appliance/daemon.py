@@ -9,9 +9,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,16 @@ import uvloop
 import kernels
 import models
 from appliance import __version__, settings, wire
-from appliance.adapters import host, http, metrics
+from appliance.adapters import host, http
+from appliance.adapters.access import Gate, Rules
+from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
+from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import notify
 from appliance.adapters.store import Store
+from appliance.adapters.tokens import Role, TokenFile
+from appliance.core.rates import Rate, Rates
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from appliance.supervisor import Limits
@@ -80,12 +86,14 @@ async def _run(config: settings.Settings) -> int:
         mqtt = Mqtt(_broker(config.mqtt), service, now=time.time) if config.mqtt.host else None
         server = _Server(
             uvicorn.Config(
-                http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes),
+                _door(config, service),
                 http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
+                ssl_context_factory=_tls(config.http),
             )
         )
 
@@ -111,7 +119,8 @@ async def _run(config: settings.Settings) -> int:
         if not service.models():
             log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
         address, port = listener.getsockname()[:2]
-        log.info("serving", http=f"http://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        scheme = "https" if config.http.tls_certificate else "http"
+        log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")
@@ -158,6 +167,47 @@ class _StandardError:
 
     def flush(self) -> None:
         """Nothing waits."""
+
+
+def _door(config: settings.Settings, service: Service) -> Gate:
+    """The HTTP application behind its gate; raises ConfigError when nobody could pass it."""
+    told = config.http
+    tokens = TokenFile(config.state_dir)
+    if not told.on_loopback and not tokens.read() and not told.client_roles:
+        msg = (
+            f"http.host is {told.host!r}, which others can reach, and nobody could be let in: make a token with "
+            "`appliance token create`, or set http.client_ca and http.client_roles"
+        )
+        raise ConfigError(msg)
+    rules = Rules(
+        anonymous=told.on_loopback and told.anonymous,
+        hosts=settings.LOOPBACK | {name.lower() for name in told.hosts} if told.on_loopback else frozenset(),
+        certificates={name: Role.of(role) for name, role in told.client_roles.items()},
+    )
+    rates = Rates(
+        client=Rate(told.client_requests_per_s, told.client_concurrency),
+        everyone=Rate(told.requests_per_s, told.concurrency),
+    )
+    bodies = Bodies(each_bytes=told.body_limit_bytes, all_bytes=told.bodies_limit_bytes)
+    return Gate(http.build(service, Metrics(service), bodies), rules, tokens, rates)
+
+
+def _tls(told: settings.Http) -> Callable[..., ssl.SSLContext] | None:
+    """How uvicorn gets its TLS context, None for plain HTTP; raises ConfigError for files that cannot be used."""
+    if told.tls_certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(told.tls_certificate, told.tls_key, password="")
+        if told.client_ca:
+            context.load_verify_locations(told.client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL  # who has none may still have a token
+    except OSError as error:
+        files = ", ".join(str(path) for path in (told.tls_certificate, told.tls_key, told.client_ca) if path)
+        msg = f"the TLS files {files} cannot be used ({error}): give PEM files that belong together"
+        raise ConfigError(msg) from error
+    return lambda *_uvicorns: context
 
 
 def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:

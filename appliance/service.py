@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
@@ -17,7 +17,7 @@ from appliance.core.health import State
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.supervisor import Limits, Supervisor
 from models.bundle import Manifest
-from models.errors import BadInput, ModelError, NotFound, TooLarge
+from models.errors import BadInput, ModelError, NotFound, NotReady, TooLarge
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
 
 PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(TensorSpec("result", "BYTES", (-1,)),))
@@ -31,9 +31,6 @@ _PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
 
 _REMEMBERED_COMMANDS = 1000
 _CONFIDENCE_DIGITS = 4
-
-Observer: TypeAlias = Callable[[str, str, float, BaseException | None], None]
-"""Told model, version, seconds and the error (None after success) of a request; called on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +70,24 @@ class InferResponse:
 
 
 @dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one request for a model that is served."""
+
+    model: str
+    version: str
+    seconds: float
+    """From arrival at the service to the answer or the refusal."""
+    error: BaseException | None = None
+    """None after success."""
+    timing_ms: Mapping[str, float] = field(default_factory=dict)
+    """Of an answered request, as in InferResponse."""
+
+
+Observer: TypeAlias = Callable[[Outcome], None]
+"""Called on the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What clients may know of a model."""
 
@@ -82,6 +97,16 @@ class ModelInfo:
     spec: ModelSpec
     ready: bool
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Whether a model fits into the memory budget, and what would have to go for it."""
+
+    fits: bool
+    need_bytes: int
+    have_bytes: int
+    would_evict: Sequence[str]
 
 
 class Bundle:
@@ -216,6 +241,23 @@ class Service:
         """One model; raises NotFound."""
         return self._bundle(name, version).info(name)
 
+    def repository(self) -> list[tuple[str, str, str, str]]:
+        """Every model that can be loaded here: name, version, READY or UNAVAILABLE, and why it is not ready."""
+        return [
+            (info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason) for info in self.models()
+        ]
+
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+        """Load a model, or with `dry_run` only tell whether it would fit; every model is loaded at the start."""
+        del dry_run
+        self._bundle(name)
+        return Admission(fits=True, need_bytes=0, have_bytes=0, would_evict=())
+
+    async def unload(self, name: str) -> None:
+        """Unload a model when it has answered what it holds."""
+        self._bundle(name)
+        raise NotReady("models cannot be unloaded while the appliance runs")
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors; a whole bundle answers with its predict documents in a BYTES tensor.
 
@@ -269,14 +311,19 @@ class Service:
         bundle = self._bundle(request.model, request.version)
         started = time.monotonic()
         fault: BaseException | None = None
+        timing_ms: Mapping[str, float] = {}
         try:
-            return await bundle.infer(request, started)
+            response = await bundle.infer(request, started)
+            timing_ms = response.timing_ms
         except BaseException as error:  # a client that left is a CancelledError
             fault = error
             raise
+        else:
+            return response
         finally:
+            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms)
             for observer in self.observers:
-                observer(request.model, bundle.version, time.monotonic() - started, fault)
+                observer(outcome)
 
     def _bundle(self, name: str, version: str | None = None) -> Bundle:
         bundle = self._by_model.get(name)

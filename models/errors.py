@@ -4,9 +4,12 @@
     ├── CallerError            the request is wrong: sending it again unchanged fails again
     │   ├── BadInput             a tensor, a picture or a field cannot be used
     │   ├── TooLarge             over a size limit
-    │   └── NotFound             no such model, version, graph or command
+    │   ├── NotFound             no such model, version, graph or command
+    │   ├── Unauthenticated      whoever asks has not shown who they are
+    │   └── Forbidden            whoever asks may not do this
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
     │   ├── Overloaded           the queue is full
+    │   │   └── TooMany            this client, or all together, ask for more than they may
     │   ├── NotReady             the model is loading, restarting or quarantined
     │   ├── WorkerLost           the worker died or hung while it held the request
     │   └── DeadlineExceeded     the caller's own deadline passed first
@@ -23,8 +26,6 @@ Doors (HTTP, MQTT, command line) map classes to their own answers; nothing else 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 __all__ = [
     "ApplianceError",
     "BadInput",
@@ -32,6 +33,7 @@ __all__ = [
     "CallerError",
     "ConfigError",
     "DeadlineExceeded",
+    "Forbidden",
     "GateFailed",
     "ModelError",
     "NotFound",
@@ -39,6 +41,8 @@ __all__ = [
     "Overloaded",
     "SourceError",
     "TooLarge",
+    "TooMany",
+    "Unauthenticated",
     "Unavailable",
     "WorkerLost",
     "WorkshopError",
@@ -66,14 +70,31 @@ class NotFound(CallerError):
     """The named model, version, graph or command does not exist here."""
 
 
+class Unauthenticated(CallerError):
+    """No token or certificate that is known here came with the request, and it needs one."""
+
+
+class Forbidden(CallerError):
+    """The caller is known, or comes from another site's page, and may not do this."""
+
+
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
-    retry_after_s: ClassVar[float] = 1.0
+    retry_after_s: float = 1.0
 
 
 class Overloaded(Unavailable):
     """The queue of this model is full."""
+
+
+class TooMany(Overloaded):
+    """A limit of requests a second or at once, of one client or of all, is reached."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        """Say when a request would be taken."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NotReady(Unavailable):

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from appliance.core.command import Command, CommandResult
-from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Observer, Origin
+from appliance.service import PICTURES, Admission, InferRequest, InferResponse, ModelInfo, Observer, Origin, Outcome
 from models.errors import BadInput, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
@@ -19,18 +19,29 @@ ECHO = ModelSpec(
     outputs=(TensorSpec("y", "FP32", (-1, 2)), TensorSpec("sum", "FP32", (-1,))),
 )
 
+NEED_BYTES = 100 * 2**20
+"""What either model would need."""
+TIMING_MS = {"queue": 5.0, "decode": 2.0, "inference": 10.0, "processing": 1.0}
+
 
 class MemoryService:
     """Answers at once: `echo` gives its input and the sum of each row, `reader` the length of each picture."""
 
-    def __init__(self, *, fault: Exception | None = None, unready: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        fault: Exception | None = None,
+        unready: Mapping[str, str] | None = None,
+        have_bytes: int = 2 * NEED_BYTES,
+    ) -> None:
         """Raise `fault` for every request that names a model rightly; `unready` says why a model is not ready."""
         self.device_id = "memory"
         self.listeners: list[Callable[[], None]] = []
         self.observers: list[Observer] = []
         self.requests: list[InferRequest] = []
         self._fault = fault
-        self._unready = unready or {}
+        self._unready = dict(unready or {})
+        self._have_bytes = have_bytes
         self._results: dict[str, CommandResult] = {}
 
     def start(self) -> None:
@@ -53,6 +64,26 @@ class MemoryService:
         """Both models."""
         return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
 
+    def repository(self) -> list[tuple[str, str, str, str]]:
+        """Both models with their states."""
+        return [
+            (info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason) for info in self.models()
+        ]
+
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+        """Make a model ready again, unless memory was said to be too small."""
+        self.model(name)
+        if self._have_bytes < NEED_BYTES:
+            return Admission(fits=False, need_bytes=NEED_BYTES, have_bytes=self._have_bytes, would_evict=("echo",))
+        if not dry_run:
+            self._unready.pop(name, None)
+        return Admission(fits=True, need_bytes=NEED_BYTES, have_bytes=self._have_bytes, would_evict=())
+
+    async def unload(self, name: str) -> None:
+        """Make a model unready."""
+        self.model(name)
+        self._unready[name] = "unloaded"
+
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """One model; raises NotFound."""
         for info in self.models():
@@ -70,7 +101,7 @@ class MemoryService:
             msg = f"there is no output among {names} but {', '.join(arrays)}"
             raise BadInput(msg)
         origin = Origin(request.model, "1.0", "memory", "fp32", "unverified-local", None)
-        return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], {"inference": 0.0})
+        return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], TIMING_MS)
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """The document about one picture."""
@@ -118,7 +149,7 @@ class MemoryService:
         """Remember the request and return what its model takes and gives; raises what the request deserves."""
         spec = self.model(request.model, request.version).spec
         for observer in self.observers:
-            observer(request.model, "1.0", 0.02, self._fault)
+            observer(Outcome(request.model, "1.0", 0.02, self._fault, {} if self._fault else TIMING_MS))
         if self._fault:
             raise self._fault
         check_request(spec, request.tensors, request.outputs)

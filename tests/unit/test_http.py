@@ -24,7 +24,13 @@ X = np.float32([[1, 2], [3, 4]])
 def test_the_server_says_what_it_speaks() -> None:
     answer = ask("GET", "/v2").json()
     assert answer["name"] == "edge-appliance"
-    assert answer["extensions"] == ["binary_tensor_data", "schedule_policy"]
+    assert answer["extensions"] == [
+        "binary_tensor_data",
+        "schedule_policy",
+        "model_configuration",
+        "statistics",
+        "model_repository",
+    ]
 
 
 def test_a_daemon_is_live_even_while_its_models_are_not_ready() -> None:
