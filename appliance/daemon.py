@@ -179,9 +179,11 @@ def _door(config: settings.Settings, service: Service) -> Gate:
             "`appliance token create`, or set http.client_ca and http.client_roles"
         )
         raise ConfigError(msg)
+    names = frozenset(name.lower() for name in told.hosts)
     rules = Rules(
         anonymous=told.on_loopback and told.anonymous,
-        hosts=settings.LOOPBACK | {name.lower() for name in told.hosts} if told.on_loopback else frozenset(),
+        hosts=settings.LOOPBACK | names if told.on_loopback else frozenset(),
+        sites=names,
         certificates={name: Role.of(role) for name, role in told.client_roles.items()},
     )
     rates = Rates(

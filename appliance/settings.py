@@ -27,7 +27,7 @@ from models.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
-CLIENT_VARIABLES = frozenset({f"{ENV_PREFIX}URL"})
+CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", "CA"))
 """Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})

@@ -60,6 +60,8 @@ class Rules:
     """Whether callers without a token may run models and read; off loopback never."""
     hosts: frozenset[str] = frozenset()
     """Names that the header `host` may have; empty takes any, as TLS vouches for the name there."""
+    sites: frozenset[str] = frozenset()
+    """Names of sites whose pages are our own, besides the one that `host` names: those of a proxy before us."""
     certificates: Mapping[str, Role] = field(default_factory=dict)
     """Common name of a client certificate, signed by the operator's authority -> what it may do."""
 
@@ -104,7 +106,7 @@ class Gate:
         origin = headers.get(b"origin")
         if origin is not None and method not in READING:
             site = origin.decode("latin-1").partition("://")[2]
-            if site != host and _name_of(site) not in self._rules.hosts:
+            if site != host and _name_of(site) not in self._rules.sites:
                 raise Forbidden("a web page of another site asked for this: only this appliance's own page may")
 
     async def _caller(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:

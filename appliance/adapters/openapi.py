@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from pydantic import BaseModel
 
 from appliance.adapters.answers import Json
 from models.spec import DTYPES
@@ -79,6 +78,10 @@ INFER_SCHEMA: dict[str, Any] = {
 """Bodies as the OpenAPI document describes them."""
 
 
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+"""By reference, as a model of each would make the start several times as long."""
+
+
 class App(FastAPI):
     """The application with a document that says what it really answers."""
 
@@ -88,11 +91,11 @@ class App(FastAPI):
         for path in document["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas["Error"] = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+        for unused in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(unused, None)
         return document
-
-
-class _Error(BaseModel):
-    error: str
 
 
 def answers(*statuses: int, content: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -101,7 +104,7 @@ def answers(*statuses: int, content: dict[str, Any] | None = None) -> dict[str, 
         "response_class": Json,
         "responses": {
             200: {"description": "done", "content": {"application/json": {"schema": {}}, **(content or {})}},
-            **{code: {"description": MEANINGS[code], "model": _Error} for code in (400, 401, 403, 429, *statuses)},
+            **{code: {"description": MEANINGS[code], "content": _ERROR} for code in (400, 401, 403, 429, *statuses)},
         },
     }
 

@@ -84,11 +84,14 @@ class TokenFile:
             state = self._path.stat()
             stamp = (state.st_mtime_ns, state.st_ino)
             if stamp != self._stamp:
-                self._tokens = schema.load(_Document, orjson.loads(self._path.read_bytes())).tokens
+                tokens = schema.load(_Document, orjson.loads(self._path.read_bytes())).tokens
+                for token in tokens.values():
+                    Role.of(token.role)
+                self._tokens = tokens
                 self._stamp = stamp
         except FileNotFoundError:
             self._tokens, self._stamp = {}, None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, BadInput) as error:
             msg = f"{self._path} cannot be read ({error}): mend its rights, or delete it and make new tokens"
             raise ConfigError(msg) from error
         return self._tokens
