@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(config: settings.Settings) -> int:
     """Start each part and note how it stops; whatever happens, they stop in reverse."""
     async with contextlib.AsyncExitStack() as stack:
+        tls = _tls(config.http)
         store = Store(config.state_dir)
         stack.callback(store.close)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
@@ -93,7 +94,7 @@ async def _run(config: settings.Settings) -> int:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-                ssl_context_factory=_tls(config.http),
+                ssl_context_factory=tls,
             )
         )
 

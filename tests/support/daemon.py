@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from appliance.adapters.tokens import Role, TokenFile
 from support.processes import clean_environment, end_marked, eventually, marked, new_mark, open_files
 
 T = TypeVar("T")
@@ -142,6 +143,11 @@ class Daemon:
         return sum(name.startswith("socket:") for name in open_files(self.pid))
 
     # What is asked of it
+
+    def authorized(self, role: str) -> dict[str, str]:
+        """Headers that show a new token of `role`."""
+        token = TokenFile(self.state_dir).create(new_mark(), Role.of(role))
+        return {"authorization": f"Bearer {token}"}
 
     def run_later(self, call: Callable[..., T], *arguments: object) -> Future[T]:
         """Call something in another thread that lives no longer than this daemon."""
