@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
 from models.errors import (
     ApplianceError,
@@ -56,10 +57,8 @@ _CHALLENGE = 'Bearer realm="appliance", Basic realm="appliance", charset="UTF-8"
 """A browser answers to the second: whoever opens the status page is asked for a token."""
 
 
-class Json(Response):
+class Json(JSONResponse):
     """JSON by orjson."""
-
-    media_type = "application/json"
 
     def render(self, content: Any) -> bytes:  # noqa: ANN401 - the base class's signature
         """Bytes of `content`."""

@@ -220,7 +220,7 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> FastAPI:
         get(f"{model}/stats", **openapi.answers(404))(door.statistics)
         post(
             f"{model}/infer",
-            **openapi.answers(404, 413, 415, 500, 503, 504, 507, content=openapi.BINARY),
+            **openapi.answers(404, 413, 415, 500, 503, 504, 507, content={**openapi.JSON, **openapi.BINARY}),
             openapi_extra=openapi.json_body(openapi.INFER_SCHEMA, required=True, **openapi.BINARY),
         )(door.infer)
     post(
@@ -230,7 +230,7 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> FastAPI:
     )(door.predict)
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(door.page)
     get("/v1/status", **openapi.answers())(door.status)
-    get("/metrics", **openapi.answers(content={"text/plain": {"schema": {"type": "string"}}}))(door.metrics)
+    get("/metrics", **openapi.answers(content=openapi.TEXT))(door.metrics)
     _refuse_undecided(app)
     return app
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
+from starlette.responses import PlainTextResponse
 
 from appliance.adapters.answers import Json
 from models.spec import DTYPES
@@ -24,6 +26,8 @@ MEANINGS = {
 }
 """Statuses of errors as the OpenAPI document explains them."""
 
+JSON: dict[str, Any] = {"application/json": {"schema": {}}}
+TEXT = {"text/plain": {"schema": {"type": "string"}}}
 BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 PICTURE_BODY = {
     "requestBody": {
@@ -98,12 +102,12 @@ class App(FastAPI):
         return document
 
 
-def answers(*statuses: int, content: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a route may answer, for the OpenAPI document: also what the gate refuses, on every path."""
+def answers(*statuses: int, content: Mapping[str, Any] = JSON) -> dict[str, Any]:
+    """What a route may answer: `content` after success, and errors of `statuses` besides those of every route."""
     return {
-        "response_class": Json,
+        "response_class": Json if content is not TEXT else PlainTextResponse,
         "responses": {
-            200: {"description": "done", "content": {"application/json": {"schema": {}}, **(content or {})}},
+            200: {"description": "done", "content": content},
             **{code: {"description": MEANINGS[code], "content": _ERROR} for code in (400, 401, 403, 429, *statuses)},
         },
     }

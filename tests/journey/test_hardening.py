@@ -329,22 +329,37 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_three_hundred_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+def damaged_requests_are_answered_or_refused(daemon: Daemon, count: int) -> None:
+    """Send `count` requests that are a little damaged; each is refused for its own fault, and no worker restarts."""
     seed = random.SystemRandom().randrange(10**9)
     print(f"seed {seed}")
     chance = random.Random(seed)  # noqa: S311 - to be repeatable
     binary, headers = binary_request({"x": X})
+    asked = document() | {"id": "7", "outputs": [{"name": "y"}], "parameters": {"priority": 1, "timeout": 10**7}}
+    texts = {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [2], "data": ["größer", "発"]}]}
     originals: list[tuple[str, bytes, dict[str, str]]] = [
         (INFER, binary, headers),
-        (INFER, json.dumps(document()).encode(), {}),
+        (INFER, json.dumps(asked).encode(), {}),
+        (INFER, X.tobytes(), {"inference-header-content-length": "0"}),
+        ("/v2/models/text/versions/1/infer", json.dumps(texts).encode(), {}),
+        ("/v2/repository/index", b'{"ready": true}', {}),
         (PREDICT, tiny.jpeg(64, 48), {}),
         (PREDICT, tiny.picture(48, 64), {}),
     ]
-    pids = marked(tiny_daemon.mark)
-    for number in range(300):
+    pids = marked(daemon.mark)
+    for number in range(count):
         path, content, more = chance.choice(originals)
-        answer = tiny_daemon.http.post(path, content=mutated(content, chance), headers=more)
+        answer = daemon.http.post(path, content=mutated(content, chance), headers=more)
         if answer.status_code != 200:
             assert_refused(answer, 400, 413)
         assert answer.status_code < 500, (seed, number)
-    assert sorted(marked(tiny_daemon.mark)) == sorted(pids)
+    assert sorted(marked(daemon.mark)) == sorted(pids)
+
+
+def test_three_hundred_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+    damaged_requests_are_answered_or_refused(tiny_daemon, 300)
+
+
+@pytest.mark.long
+def test_a_thousand_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+    damaged_requests_are_answered_or_refused(tiny_daemon, 1000)
