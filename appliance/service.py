@@ -71,16 +71,13 @@ class InferResponse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one request for a model that is served."""
+    """What became of a request for a model that is served: `seconds` from its arrival here, `error` None if answered."""
 
     model: str
     version: str
     seconds: float
-    """From arrival at the service to the answer or the refusal."""
     error: BaseException | None = None
-    """None after success."""
     timing_ms: Mapping[str, float] = field(default_factory=dict)
-    """Of an answered request, as in InferResponse."""
 
 
 Observer: TypeAlias = Callable[[Outcome], None]
@@ -100,13 +97,23 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class RepositoryModel:
+    """A model that is known here, loaded or not; `reason` says why it is not ready."""
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Admission:
     """Whether a model fits into the memory budget, and what would have to go for it."""
 
     fits: bool
     need_bytes: int
     have_bytes: int
-    would_evict: Sequence[str]
+    would_evict: tuple[str, ...]
 
 
 class Bundle:
@@ -241,15 +248,15 @@ class Service:
         """One model; raises NotFound."""
         return self._bundle(name, version).info(name)
 
-    def repository(self) -> list[tuple[str, str, str, str]]:
-        """Every model that can be loaded here: name, version, READY or UNAVAILABLE, and why it is not ready."""
+    def repository(self) -> list[RepositoryModel]:
+        """Every model by name with its state, loaded or not."""
         return [
-            (info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason) for info in self.models()
+            RepositoryModel(one.name, one.version, "READY" if one.ready else "UNAVAILABLE", one.reason)
+            for one in self.models()
         ]
 
-    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:  # noqa: ARG002 - nothing to do either way
         """Load a model, or with `dry_run` only tell whether it would fit; every model is loaded at the start."""
-        del dry_run
         self._bundle(name)
         return Admission(fits=True, need_bytes=0, have_bytes=0, would_evict=())
 

@@ -10,6 +10,7 @@
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
     │   ├── Overloaded           the queue is full
     │   │   └── TooMany            this client, or all together, ask for more than they may
+    │   ├── InsufficientMemory   the memory budget does not hold it
     │   ├── NotReady             the model is loading, restarting or quarantined
     │   ├── WorkerLost           the worker died or hung while it held the request
     │   └── DeadlineExceeded     the caller's own deadline passed first
@@ -35,6 +36,7 @@ __all__ = [
     "DeadlineExceeded",
     "Forbidden",
     "GateFailed",
+    "InsufficientMemory",
     "ModelError",
     "NotFound",
     "NotReady",
@@ -81,7 +83,10 @@ class Forbidden(CallerError):
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
-    retry_after_s: float = 1.0
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        """Say what is the matter, and when a retry may help."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Overloaded(Unavailable):
@@ -91,10 +96,16 @@ class Overloaded(Unavailable):
 class TooMany(Overloaded):
     """A limit of requests a second or at once, of one client or of all, is reached."""
 
-    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
-        """Say when a request would be taken."""
+
+class InsufficientMemory(Unavailable):
+    """A model or a batch does not fit into the memory budget, now or ever."""
+
+    def __init__(
+        self, message: str, *, need_bytes: int = 0, have_bytes: int = 0, would_evict: tuple[str, ...] = ()
+    ) -> None:
+        """Say with `message` what the three figures are; they are 0 when only a worker knows."""
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.need_bytes, self.have_bytes, self.would_evict = need_bytes, have_bytes, would_evict
 
 
 class NotReady(Unavailable):

@@ -80,16 +80,5 @@ def admission(admission: Admission) -> dict[str, Any]:
     }
 
 
-def does_not_fit(model: str, admission: Admission) -> str:
-    """The sentence of a 507."""
-    need, have = _mebibytes(admission.need_bytes), _mebibytes(admission.have_bytes)
-    first = f"unload {', '.join(admission.would_evict)}" if admission.would_evict else "unload another model"
-    return f"model {model!r} needs {need} MiB, and {have} MiB are free: {first} first"
-
-
-def _mebibytes(size_bytes: int) -> int:
-    return round(size_bytes / 2**20)
-
-
 def _config_type(datatype: str) -> str:
     return "TYPE_STRING" if datatype == "BYTES" else f"TYPE_{datatype}"

@@ -22,6 +22,7 @@ from models.errors import (
     BadInput,
     DeadlineExceeded,
     Forbidden,
+    InsufficientMemory,
     NotFound,
     Overloaded,
     TooLarge,
@@ -37,6 +38,7 @@ STATUS: Mapping[type[ApplianceError], int] = {
     TooLarge: 413,
     Overloaded: 429,
     DeadlineExceeded: 504,
+    InsufficientMemory: 507,
     Unavailable: 503,
 }
 """Most derived class first; every other error is the appliance's own: 500."""
@@ -73,10 +75,17 @@ def refusal(error: Exception) -> Json:
         headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = _CHALLENGE
+    figures = {}
+    if isinstance(error, InsufficientMemory) and error.need_bytes:
+        figures = {
+            "need_bytes": error.need_bytes,
+            "have_bytes": error.have_bytes,
+            "would_evict": list(error.would_evict),
+        }
     sentence = str(error)
     # It may quote names that a caller sent, which may be as long as a body.
     shortened = sentence if len(sentence) <= _LONGEST_ERROR else f"{sentence[:_LONGEST_ERROR]} ..."
-    return Json({"error": shortened}, status, headers)
+    return Json({"error": shortened, **figures}, status, headers)
 
 
 def add_errors(app: FastAPI) -> None:

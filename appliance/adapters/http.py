@@ -62,9 +62,9 @@ class Door:
             only_ready = about.only_ready(body)
         return Json(
             [
-                {"name": name, "version": version, "state": state, "reason": reason}
-                for name, version, state, reason in self._service.repository()
-                if state == "READY" or not only_ready
+                {"name": one.name, "version": one.version, "state": one.state, "reason": one.reason}
+                for one in self._service.repository()
+                if one.state == "READY" or not only_ready
             ]
         )
 
@@ -79,10 +79,7 @@ class Door:
             about.check_repository_order(body)
         admission = await self._service.load(model, dry_run=dry_run)
         _log_order(request, "load", model, dry_run=dry_run, fits=admission.fits)
-        document = about.admission(admission)
-        if dry_run or admission.fits:
-            return Json(document)
-        return Json({"error": about.does_not_fit(model, admission), **document}, 507)
+        return Json(about.admission(admission))
 
     async def unload(self, request: Request, model: str) -> Response:
         """Unload a model when it has answered what it holds."""

@@ -25,11 +25,19 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from appliance.service import Outcome, Service
-from models.errors import BundleError, DeadlineExceeded, ModelError, NotReady, Overloaded, WorkerLost
+from models.errors import (
+    BundleError,
+    DeadlineExceeded,
+    InsufficientMemory,
+    ModelError,
+    NotReady,
+    Overloaded,
+    WorkerLost,
+)
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REASONS: Mapping[str, tuple[type[BaseException], ...]] = {
-    "REJECTED": (Overloaded, NotReady, DeadlineExceeded),
+    "REJECTED": (Overloaded, NotReady, DeadlineExceeded, InsufficientMemory),
     "CANCELED": (asyncio.CancelledError,),
     "BACKEND": (WorkerLost, ModelError, BundleError),
     "OTHER": (BaseException,),

@@ -10,8 +10,18 @@ import numpy as np
 import orjson
 
 from appliance.core.command import Command, CommandResult
-from appliance.service import PICTURES, Admission, InferRequest, InferResponse, ModelInfo, Observer, Origin, Outcome
-from models.errors import BadInput, NotFound
+from appliance.service import (
+    PICTURES,
+    Admission,
+    InferRequest,
+    InferResponse,
+    ModelInfo,
+    Observer,
+    Origin,
+    Outcome,
+    RepositoryModel,
+)
+from models.errors import BadInput, InsufficientMemory, NotFound
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
 ECHO = ModelSpec(
@@ -64,16 +74,21 @@ class MemoryService:
         """Both models."""
         return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
 
-    def repository(self) -> list[tuple[str, str, str, str]]:
+    def repository(self) -> list[RepositoryModel]:
         """Both models with their states."""
         return [
-            (info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason) for info in self.models()
+            RepositoryModel(info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason)
+            for info in self.models()
         ]
 
     async def load(self, name: str, *, dry_run: bool = False) -> Admission:
         """Make a model ready again, unless memory was said to be too small."""
         self.model(name)
         if self._have_bytes < NEED_BYTES:
+            if not dry_run:
+                msg = f"{name} needs 100 MiB of memory: unload echo first"
+                have = self._have_bytes
+                raise InsufficientMemory(msg, need_bytes=NEED_BYTES, have_bytes=have, would_evict=("echo",))
             return Admission(fits=False, need_bytes=NEED_BYTES, have_bytes=self._have_bytes, would_evict=("echo",))
         if not dry_run:
             self._unready.pop(name, None)
