@@ -71,7 +71,7 @@ class InferResponse:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a request for a model that is served: `seconds` from its arrival here, `error` None if answered."""
+    """What became of a request for a served model: `seconds` from its arrival here, `error` None if answered."""
 
     model: str
     version: str
