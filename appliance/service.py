@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import orjson
 
 from appliance import __version__, wire
+from appliance.core.budget import Admission
 from appliance.core.command import Command, CommandResult
 from appliance.core.health import State
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.memory import ModelState
 from appliance.supervisor import Limits, Supervisor
 from models.bundle import Manifest
 from models.errors import BadInput, ModelError, NotFound, NotReady, TooLarge
@@ -102,18 +104,8 @@ class RepositoryModel:
 
     name: str
     version: str
-    state: str
+    state: ModelState
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """Whether a model fits into the memory budget, and what would have to go for it."""
-
-    fits: bool
-    need_bytes: int
-    have_bytes: int
-    would_evict: tuple[str, ...]
 
 
 class Bundle:
@@ -251,7 +243,9 @@ class Service:
     def repository(self) -> list[RepositoryModel]:
         """Every model by name with its state, loaded or not."""
         return [
-            RepositoryModel(one.name, one.version, "READY" if one.ready else "UNAVAILABLE", one.reason)
+            RepositoryModel(
+                one.name, one.version, ModelState.READY if one.ready else ModelState.UNAVAILABLE, one.reason
+            )
             for one in self.models()
         ]
 

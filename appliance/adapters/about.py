@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from appliance.adapters import oip
-from appliance.service import Admission, ModelInfo
+from appliance.core.budget import Admission
+from appliance.service import ModelInfo
 from models.errors import BadInput
 from models.spec import TensorSpec
 

@@ -20,6 +20,7 @@ from appliance.adapters.answers import Json, add_errors
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.metrics import Metrics
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.memory import ModelState
 from appliance.service import InferRequest, ModelInfo, Origin, Service
 from models.errors import NotReady
 from models.spec import Tensor, pack_bytes
@@ -62,9 +63,9 @@ class Door:
             only_ready = about.only_ready(body)
         return Json(
             [
-                {"name": one.name, "version": one.version, "state": one.state, "reason": one.reason}
+                {"name": one.name, "version": one.version, "state": one.state.value, "reason": one.reason}
                 for one in self._service.repository()
-                if one.state == "READY" or not only_ready
+                if one.state is ModelState.READY or not only_ready
             ]
         )
 

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from appliance.core.budget import Admission
 from appliance.core.command import Command, CommandResult
+from appliance.memory import ModelState
 from appliance.service import (
     PICTURES,
-    Admission,
     InferRequest,
     InferResponse,
     ModelInfo,
@@ -29,29 +30,25 @@ ECHO = ModelSpec(
     outputs=(TensorSpec("y", "FP32", (-1, 2)), TensorSpec("sum", "FP32", (-1,))),
 )
 
-NEED_BYTES = 100 * 2**20
-"""What either model would need."""
+MODEL_BYTES = 100
+UNLOADED = "unloaded by request"
 TIMING_MS = {"queue": 5.0, "decode": 2.0, "inference": 10.0, "processing": 1.0}
 
 
 class MemoryService:
     """Answers at once: `echo` gives its input and the sum of each row, `reader` the length of each picture."""
 
-    def __init__(
-        self,
-        *,
-        fault: Exception | None = None,
-        unready: Mapping[str, str] | None = None,
-        have_bytes: int = 2 * NEED_BYTES,
-    ) -> None:
+    def __init__(self, *, fault: Exception | None = None, unready: Mapping[str, str] | None = None) -> None:
         """Raise `fault` for every request that names a model rightly; `unready` says why a model is not ready."""
         self.device_id = "memory"
         self.listeners: list[Callable[[], None]] = []
         self.observers: list[Observer] = []
         self.requests: list[InferRequest] = []
         self._fault = fault
-        self._unready = dict(unready or {})
-        self._have_bytes = have_bytes
+        self._unready = unready or {}
+        self._loaded = {"echo": True, "reader": True}
+        self.budget_bytes = 2 * MODEL_BYTES
+        """For both; less makes one of them not fit."""
         self._results: dict[str, CommandResult] = {}
 
     def start(self) -> None:
@@ -75,29 +72,30 @@ class MemoryService:
         return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
 
     def repository(self) -> list[RepositoryModel]:
-        """Both models with their states."""
+        """Both models, loaded or not."""
+        states = {"": ModelState.READY, UNLOADED: ModelState.UNAVAILABLE}
         return [
-            RepositoryModel(info.name, info.version, "READY" if info.ready else "UNAVAILABLE", info.reason)
+            RepositoryModel(info.name, info.version, states.get(info.reason, ModelState.LOADING), info.reason)
             for info in self.models()
         ]
 
     async def load(self, name: str, *, dry_run: bool = False) -> Admission:
-        """Make a model ready again, unless memory was said to be too small."""
-        self.model(name)
-        if self._have_bytes < NEED_BYTES:
-            if not dry_run:
-                msg = f"{name} needs 100 MiB of memory: unload echo first"
-                have = self._have_bytes
-                raise InsufficientMemory(msg, need_bytes=NEED_BYTES, have_bytes=have, would_evict=("echo",))
-            return Admission(fits=False, need_bytes=NEED_BYTES, have_bytes=self._have_bytes, would_evict=("echo",))
+        """Load a model, if its size fits beside those that are loaded; raises NotFound, InsufficientMemory."""
+        bundle = self.model(name).name
+        have_bytes = self.budget_bytes - MODEL_BYTES * sum(self._loaded.values())
+        if self._loaded[bundle]:
+            return Admission(True, MODEL_BYTES, have_bytes, ())
+        admission = Admission(have_bytes >= MODEL_BYTES, MODEL_BYTES, have_bytes, ())
         if not dry_run:
-            self._unready.pop(name, None)
-        return Admission(fits=True, need_bytes=NEED_BYTES, have_bytes=self._have_bytes, would_evict=())
+            if not admission.fits:
+                msg = f"{name} needs {MODEL_BYTES} bytes"
+                raise InsufficientMemory(msg, need_bytes=MODEL_BYTES, have_bytes=have_bytes)
+            self._loaded[bundle] = True
+        return admission
 
     async def unload(self, name: str) -> None:
-        """Make a model unready."""
-        self.model(name)
-        self._unready[name] = "unloaded"
+        """Unload a model; raises NotFound."""
+        self._loaded[self.model(name).name] = False
 
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """One model; raises NotFound."""
@@ -157,7 +155,7 @@ class MemoryService:
         }
 
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:
-        reason = self._unready.get(name, "")
+        reason = self._unready.get(name, "") if self._loaded[name] else UNLOADED
         return ModelInfo(name, "1.0", platform, spec, ready=not reason, reason=reason)
 
     def _admit(self, request: InferRequest) -> ModelSpec:
