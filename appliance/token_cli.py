@@ -19,7 +19,11 @@ from models.errors import ApplianceError
 if TYPE_CHECKING:
     from appliance.adapters.tokens import TokenFile
 
-app = typer.Typer(no_args_is_help=True, help="Make, list and revoke the tokens that the HTTP door asks for.")
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make, list and revoke the tokens that the HTTP door asks for.",
+    epilog="Example: appliance token create gate-camera --role infer",
+)
 
 StateDir = Annotated[
     Path | None,
