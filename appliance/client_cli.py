@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ import typer
 from rich.table import Table
 
 from appliance import __version__, console, token_cli
+from models.errors import ApplianceError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -125,25 +127,72 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         )
 
 
-def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
-    """Ask the daemon; on failure print one sentence and exit with 1.
+@app.command(epilog="Example: appliance doctor --drill. It breaks the daemon on purpose: not while it is needed.")
+def doctor(
+    drill: Annotated[bool, typer.Option("--drill", help="inject every fault, and time each recovery")] = False,
+    model: Annotated[str, typer.Option(help="model to drill on (default: the first)", metavar="NAME")] = "",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Examine a running daemon: with --drill, by breaking it in every way and watching it recover."""
+    if not drill:
+        console.plain(stderr=True).print("say what to examine: --drill", style="red")
+        raise typer.Exit(2)
+    from appliance.drill import Drill  # noqa: PLC0415 - the other commands need none of it
+
+    results = []
+    try:
+        with _client(url, timeout_s=120.0) as client:
+            held = Drill(client, model)
+            progress = console.plain(stderr=True)
+            with progress.status("breaking things") as shown:
+                for result in held.run():
+                    shown.update(f"{result.fault}: {result.verdict}")
+                    results.append(result)
+    except ApplianceError as error:
+        console.fail(str(error))
+    except httpx.HTTPError as error:
+        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+    failed = any(result.verdict == "failed" for result in results)
+    if as_json:
+        print(json.dumps({"model": held.model, "passed": not failed, "faults": [asdict(one) for one in results]}))
+    else:
+        table = Table("fault", "what it is", "detected by", "answer while broken", "recovery", "verdict", box=None)
+        for one in results:
+            recovery = "-" if one.recovery_s is None else f"{one.recovery_s:.2f} s"
+            verdict = f"{one.verdict} ({one.note})" if one.note else one.verdict
+            style = {"failed": "red", "not caught": "yellow", "skipped": "dim"}.get(one.verdict)
+            table.add_row(one.fault, one.means, one.detected_by, one.answers, recovery, verdict, style=style)
+        console.plain().print(table)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
+    """A client of the daemon at `url`; exits with 1 and one sentence when what it was told cannot be used.
 
     A token is taken from APPLIANCE_TOKEN, and the authority of the daemon's certificate from the PEM file APPLIANCE_CA.
     """
-    if "://" not in url:
-        url = f"http://{url}"
+    token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
     try:
-        token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        verify = ssl.create_default_context(cafile=authority) if authority else True
-        # A proxy that the environment names knows nothing of this machine's loopback.
-        response = httpx.request(
-            method, f"{url}{path}", timeout=60.0, trust_env=False, headers=headers, verify=verify, **request
+        return httpx.Client(
+            base_url=url if "://" in url else f"http://{url}",
+            timeout=timeout_s,
+            trust_env=False,  # a proxy that the environment names knows nothing of this machine's loopback
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            verify=ssl.create_default_context(cafile=authority) if authority else True,
         )
-    except OSError as error:
-        console.fail(f"{CA_VARIABLE} names {authority}, which cannot be used ({error}): give a PEM file")
     except httpx.InvalidURL as error:
         console.fail(f"{url} is no address: {error}")
+    except OSError as error:
+        console.fail(f"{CA_VARIABLE} names {authority}, which cannot be used ({error}): give a PEM file")
+
+
+def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
+    """Ask the daemon; on failure print one sentence and exit with 1."""
+    try:
+        with _client(url) as client:
+            response = client.request(method, path, **request)
     except httpx.HTTPError as error:
         console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
     if response.is_error:

@@ -9,10 +9,10 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,17 @@ from appliance import __version__, settings, wire
 from appliance.adapters import host, http
 from appliance.adapters.access import Gate, Rules
 from appliance.adapters.bodies import Bodies
-from appliance.adapters.http1 import Http1
+from appliance.adapters.http1 import Http1, tls_context
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Broker, Mqtt
-from appliance.adapters.notify import notify
+from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.adapters.tokens import Role, TokenFile
+from appliance.core.limits import Limits
 from appliance.core.rates import Rate, Rates
+from appliance.faults import Faults, Switch
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
-from appliance.supervisor import Limits
 from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
@@ -46,6 +47,11 @@ log = structlog.get_logger()
 
 _LEAST_GRACE_S = 1.0
 """What a worker always gets to end by itself."""
+_FEEDS = 3
+"""How often systemd's watchdog is fed in the time it waits."""
+_FLOAT = "fp32"
+_EVERYWHERE = "onnxruntime-cpu"
+"""The runtime that needs no accelerator, driver or compiled plan."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,13 +70,14 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(config: settings.Settings) -> int:
     """Start each part and note how it stops; whatever happens, they stop in reverse."""
     async with contextlib.AsyncExitStack() as stack:
-        tls = _tls(config.http)
+        tls = tls_context(config.http.tls_certificate, config.http.tls_key, config.http.client_ca)
         store = Store(config.state_dir)
         stack.callback(store.close)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
-        started_at = time.time()
+        clock = host.WallClock()
+        started_at = clock()
 
         def facts() -> dict[str, Any]:
             return {
@@ -78,13 +85,19 @@ async def _run(config: settings.Settings) -> int:
                     "synced": config.clock.assume_synced or host.clock_synced(),
                     "assumed": config.clock.assume_synced,
                     "started_at": round(started_at),
+                    "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
                 "mqtt": mqtt.status() if mqtt else None,
+                "faults_enabled": config.faults.enabled,
             }
 
-        service = Service(_bundles(config, store), device_id=device_id, facts=facts)
-        mqtt = Mqtt(_broker(config.mqtt), service, now=time.time) if config.mqtt.host else None
+        switches: dict[str, Switch] = {"clock-step": clock.step, "disk-full": store.pretend_full}
+        faults = Faults(switches) if config.faults.enabled else None
+        service = Service(_bundles(config, store), device_id=device_id, facts=facts, faults=faults)
+        mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
+        if mqtt:
+            switches["broker-loss"] = mqtt.lose_broker
         server = _Server(
             uvicorn.Config(
                 _door(config, service),
@@ -94,7 +107,7 @@ async def _run(config: settings.Settings) -> int:
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-                ssl_context_factory=tls,
+                ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
             )
         )
 
@@ -107,6 +120,10 @@ async def _run(config: settings.Settings) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
+        hungry_s = watchdog_s()
+        if hungry_s is not None:
+            feeding = loop.create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
+            stack.callback(feeding.cancel)
         readiness = _Readiness(service)
         service.listeners.append(readiness)
         service.start()
@@ -195,31 +212,8 @@ def _door(config: settings.Settings, service: Service) -> Gate:
     return Gate(http.build(service, Metrics(service), bodies), rules, tokens, rates)
 
 
-def _tls(told: settings.Http) -> Callable[..., ssl.SSLContext] | None:
-    """How uvicorn gets its TLS context, None for plain HTTP; raises ConfigError for files that cannot be used."""
-    if told.tls_certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(told.tls_certificate, told.tls_key, password="")
-        if told.client_ca:
-            context.load_verify_locations(told.client_ca)
-            context.verify_mode = ssl.CERT_OPTIONAL  # who has none may still have a token
-    except OSError as error:
-        files = ", ".join(str(path) for path in (told.tls_certificate, told.tls_key, told.client_ca) if path)
-        msg = f"the TLS files {files} cannot be used ({error}): give PEM files that belong together"
-        raise ConfigError(msg) from error
-    return lambda *_uvicorns: context
-
-
 def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
-    limits = Limits(
-        queue=config.limits.queue,
-        concurrency=config.limits.concurrency,
-        hang_s=config.limits.hang_s,
-        body_bytes=config.http.body_limit_bytes,
-    )
+    limits = Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
     found = [_open_bundle(path, config, limits, store) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
@@ -227,7 +221,7 @@ def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
             msg = f"{path} is no file: give --onnx NAME=FILE an ONNX file"
             raise ConfigError(msg)
         order = wire.Open(name=name, runtime=config.runtime, onnx=str(path.resolve()), concurrency=limits.concurrency)
-        found.append(Bundle(order, limits, manifest=None, on_ready=lambda _ready: None))
+        found.append(Bundle([order], limits, manifest=None, on_ready=lambda _ready: None))
     names = [name for bundle in found for name in bundle.names]
     if len(set(names)) != len(names):
         msg = f"two models go by the same name: {', '.join(sorted(names))}"
@@ -239,7 +233,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
-    here = machine()
+    here = machine(runtime=config.runtime)
     passed = {precision for graph in manifest.graphs.values() for precision in graph.variants}
     if config.precision != "auto" and config.precision not in passed:
         msg = f"{path} holds no graph in {config.precision}: choose auto or {', '.join(sorted(passed))}"
@@ -264,9 +258,19 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         precision=config.precision,
         concurrency=limits.concurrency,
         latency_ms=known,
-        max_pixels=config.limits.picture_pixels,
+        max_pixels=limits.picture_pixels,
     )
-    return Bundle(order, limits, manifest=manifest, on_ready=keep)
+    return Bundle(_ways(order, passed), limits, manifest=manifest, on_ready=keep)
+
+
+def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
+    """How a bundle may be opened: as ordered, then in float where that is another way, then without an accelerator."""
+    ways = [order]
+    if order.precision != _FLOAT and {_FLOAT} < precisions:
+        ways.append(replace(order, precision=_FLOAT))
+    if order.runtime != _EVERYWHERE:
+        ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
+    return ways
 
 
 def _broker(config: settings.Mqtt) -> Broker:

@@ -12,11 +12,13 @@ import numpy as np
 import orjson
 
 from appliance import wire
+from appliance.broken import BrokenSession
 from appliance.runtime import Session, choose
 from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
-from models.errors import ApplianceError, BundleError, NotFound
+from models.engine import ENGINES
+from models.errors import ApplianceError, BundleError, ModelError, NotFound
 from models.folder import BundleFolder
 from models.measurements import fastest
 from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec
@@ -40,21 +42,24 @@ class Model:
         started = time.perf_counter()
         self._max_pixels = order.max_pixels
         self._sessions: dict[str, Session] = {}
+        self._folder: BundleFolder | None = None
+        self._tried: dict[str, Array] | None = None
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
-        self.runtime = choose(order.runtime)
+        self.runtime = choose(order.runtime, engines=Path(order.bundle, ENGINES) if order.bundle else None)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
             if folder.manifest.digest != order.digest:
                 msg = f"{folder.path} holds another bundle than when the daemon started: restart it to serve that one"
                 raise BundleError(msg)
+            self._folder = folder
             self._task = tasks.make(folder.manifest.task, folder.read_labels())
             for name, graph in folder.manifest.graphs.items():
                 self._open_best(folder, name, graph, order)
         else:
             self._task = tasks.make(TaskSpec("tensors"), [])
-            self._open_bare(Path(order.onnx))
+            self._open_bare(Path(order.onnx), spoiled=order.spoiled)
         self.load_s = time.perf_counter() - started
 
     def describe(self) -> wire.Ready:
@@ -75,7 +80,7 @@ class Model:
         """Run one graph on raw tensors that the daemon has checked against its specification."""
         session = self._session(graph)
         arrays = {tensor.name: tensor.to_array() for tensor in inputs}
-        answers, inference_ms = _timed(lambda: session.run(arrays, outputs))
+        answers, inference_ms = _timed(lambda: run_finite(session, arrays, outputs))
         return [Tensor.from_array(name, array) for name, array in answers.items()], {"inference": inference_ms}
 
     def predict(self, pictures: Tensor, goes_on: Callable[[], None]) -> tuple[list[Tensor], dict[str, float]]:
@@ -83,7 +88,7 @@ class Model:
         timing_ms = {"decode": 0.0, "inference": 0.0, "processing": 0.0}
 
         def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-            answers, inference_ms = _timed(lambda: self._session(graph).run(inputs))
+            answers, inference_ms = _timed(lambda: run_finite(self._session(graph), inputs))
             timing_ms["inference"] += inference_ms
             goes_on()
             return answers
@@ -98,6 +103,24 @@ class Model:
 
         results = np.array([answer(content) for content in pictures.to_array()], dtype=np.object_)
         return [Tensor.from_array("result", results)], timing_ms
+
+    def prove(self, goes_on: Callable[[], None]) -> None:
+        """Answer the golden vectors again; raises BundleError or ModelError when that is not right.
+
+        They are read again, so a folder that was damaged since shows as well. A bare file runs on zeros once more.
+        """
+        for name, session in self._sessions.items():
+            if self._folder:
+                prove(session, self._folder, self._folder.manifest.graphs[name].variants[self.precisions[name]].golden)
+            elif self._tried is not None:
+                run_finite(session, self._tried)
+            goes_on()
+
+    def break_(self, fault: str, amount: float) -> None:
+        """Fault injection: break every session in that way, or make them whole again with "none"."""
+        for name, session in self._sessions.items():
+            whole = session.whole if isinstance(session, BrokenSession) else session
+            self._sessions[name] = whole if fault == "none" else BrokenSession(whole, fault, amount)
 
     def _session(self, graph: str) -> Session:
         if graph not in self._sessions:
@@ -114,7 +137,11 @@ class Model:
         opened: dict[str, Session] = {}
         for precision in candidates:
             variant = graph.variants[precision]
-            opened[precision] = self.runtime.open(folder.read(variant.graph), threads=1)
+            content = folder.read(variant.graph)
+            if order.spoiled:
+                content = _spoiled(content)
+                variant.graph.check(content)  # as reading it from a disk that turned the byte would have been
+            opened[precision] = self.runtime.open(content, threads=1)
             check_spec(f"graph {name!r} in {precision}", graph.spec, opened[precision].spec)
             prove(opened[precision], folder, variant.golden)
         best = candidates[0]
@@ -126,14 +153,14 @@ class Model:
             opened[precision].close()
         self._sessions[name], self.precisions[name] = opened[best], best
 
-    def _open_bare(self, path: Path) -> None:
+    def _open_bare(self, path: Path, *, spoiled: bool) -> None:
         """Open one ONNX file as the only graph and try to run it once on zeros."""
         try:
             content = path.read_bytes()
         except OSError as error:
             msg = f"{path} cannot be read ({error.strerror}): bring it back, or give another with --onnx NAME=FILE"
             raise BundleError(msg) from error
-        session = self.runtime.open(content, threads=1)
+        session = self.runtime.open(_spoiled(content) if spoiled else content, threads=1)
         self._sessions[wire.BARE_GRAPH], self.precisions[wire.BARE_GRAPH] = session, "as given"
         for size in _TRIED_SIZES:
             shapes = {spec.name: [size if n == -1 else n for n in spec.shape] for spec in session.spec.inputs}
@@ -141,11 +168,12 @@ class Model:
                 continue
             zeros = {spec.name: _zeros(spec, shapes[spec.name]) for spec in session.spec.inputs}
             try:
-                session.run(zeros)
+                answers = session.run(zeros)
             except ApplianceError as error:
                 self.unproven = f"it ran on none of the guessed sizes of its variable dimensions: {error}"
             else:
                 self.unproven = ""
+                self._tried = zeros if all(map(_finite, answers.values())) else None  # some divide by what is 0 here
                 return
             if all(-1 not in spec.shape for spec in session.spec.inputs):
                 break
@@ -168,11 +196,23 @@ def check_spec(what: str, said: ModelSpec, found: ModelSpec) -> None:
             raise BundleError(msg)
 
 
+def run_finite(session: Session, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+    """`session.run`; raises ModelError when it makes NaN or infinite values of inputs that hold none."""
+    answers = session.run(inputs, outputs)
+    wrong = next((name for name, array in answers.items() if not _finite(array)), None)
+    if wrong is not None and all(map(_finite, inputs.values())):
+        msg = (
+            f"output {wrong!r} holds NaN or infinite values although the input holds none: the model computes nonsense"
+        )
+        raise ModelError(msg)
+    return answers
+
+
 def prove(session: Session, folder: BundleFolder, golden: Golden) -> None:
     """Check a session against its golden vector; raises BundleError for an answer outside the bundle's tolerance."""
     inputs = folder.read_arrays(golden.inputs)
     wanted = folder.read_arrays(golden.outputs)
-    answers = session.run(inputs)
+    answers = run_finite(session, inputs)
     for name, want in wanted.items():
         have = answers.get(name)
         if have is None or have.shape != want.shape:
@@ -189,6 +229,19 @@ def prove(session: Session, folder: BundleFolder, golden: Golden) -> None:
             if not off <= golden.tolerance:  # NaN must fail too
                 msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
                 raise BundleError(msg)
+
+
+def _spoiled(content: bytes) -> bytes:
+    """`content` as a disk gives it that has turned its first byte."""
+    return bytes([content[0] ^ 0xFF]) + content[1:]
+
+
+def _finite(array: Array) -> bool:
+    """Whether all elements are finite; one sum tells it nearly always, at the speed of memory."""
+    if not np.issubdtype(array.dtype, np.floating):
+        return True
+    with np.errstate(all="ignore"):
+        return bool(np.isfinite(np.sum(array, dtype=np.float32)) or np.isfinite(array).all())
 
 
 def _zeros(spec: TensorSpec, shape: Sequence[int]) -> Array:

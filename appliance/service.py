@@ -14,10 +14,13 @@ import orjson
 from appliance import __version__, wire
 from appliance.core.budget import Admission
 from appliance.core.command import Command, CommandResult
-from appliance.core.health import State
+from appliance.core.faults import Fault
+from appliance.core.health import Rung, State, WorkerHealth, failed
+from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.faults import MEND, Faults, Injection
 from appliance.memory import ModelState
-from appliance.supervisor import Limits, Supervisor
+from appliance.supervisor import Supervisor
 from models.bundle import Manifest
 from models.errors import BadInput, ModelError, NotFound, NotReady, TooLarge
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
@@ -28,7 +31,7 @@ PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(Ten
 MOST_PICTURES = 16
 """In one request; more would only keep others waiting."""
 
-_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1"}
+_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "tensorrt-rtx": "tensorrt_plan"}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
@@ -113,16 +116,16 @@ class Bundle:
 
     def __init__(
         self,
-        order: wire.Open,
+        ways: Sequence[wire.Open],
         limits: Limits,
         *,
         manifest: Manifest | None,
         on_ready: Callable[[wire.Ready], None],
     ) -> None:
-        """Serve `order`; `manifest` is None for a bare ONNX file."""
-        self.name, self.manifest = order.name, manifest
-        self.digest = order.digest or None
-        self.supervisor = Supervisor(order, limits, on_ready=on_ready)
+        """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file."""
+        self.name, self.manifest = ways[0].name, manifest
+        self.digest = ways[0].digest or None
+        self.supervisor = Supervisor(ways, limits, on_ready=on_ready)
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
         self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: wire.BARE_GRAPH}
@@ -193,22 +196,33 @@ class Bundle:
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
-        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, None)
+        degraded = self.supervisor.health.degraded or None
+        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms)
 
 
 class Service:
     """Everything the doors may ask for."""
 
-    def __init__(self, bundles: Sequence[Bundle], *, device_id: str, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """Serve `bundles`; `facts` adds what only the host or a door knows to `status`."""
+    def __init__(
+        self,
+        bundles: Sequence[Bundle],
+        *,
+        device_id: str,
+        facts: Callable[[], Mapping[str, Any]],
+        faults: Faults | None = None,
+    ) -> None:
+        """Serve `bundles`; `facts` adds what only the host or a door knows to `status`.
+
+        `faults` injects faults; None where that is off.
+        """
         self.device_id = device_id
         self.listeners: list[Callable[[], None]] = []
         """Called on the event loop when what `status` says of a model has changed."""
         self.observers: list[Observer] = []
         """Told of each request for a model that is served, whatever became of it; must be quick."""
         self._bundles = bundles
-        self._facts = facts
+        self._facts, self._faults = facts, faults
         self._started = time.monotonic()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._by_model = {name: bundle for bundle in bundles for name in bundle.names}
@@ -231,6 +245,11 @@ class Service:
     def settled(self) -> bool:
         """Whether no model is loading: each has proven itself, or waits after a failure."""
         return all(bundle.supervisor.health.state is not State.LOADING for bundle in self._bundles)
+
+    @property
+    def failed(self) -> str:
+        """Why the daemon should be started anew; empty while it does its work."""
+        return failed(self._healths, time.monotonic())
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""
@@ -292,6 +311,16 @@ class Service:
             self._results.popitem(last=False)
         return result
 
+    def inject(self, injection: Injection) -> None:
+        """Break something on purpose, or mend everything; raises NotFound where that is off, BadInput, NotReady."""
+        if self._faults is None:
+            raise NotFound("fault injection is off: set faults.enabled, and start the daemon again")
+        if injection.fault == MEND:
+            self._faults.mend([bundle.supervisor for bundle in self._bundles])
+        else:
+            bundle = self._bundle(injection.model) if injection.model else None
+            self._faults.inject(injection, bundle.supervisor if bundle else None)
+
     def status(self) -> dict[str, Any]:
         """What an operator wants to know, as plain data."""
         return {
@@ -299,10 +328,15 @@ class Service:
             "appliance": __version__,
             "uptime_s": round(time.monotonic() - self._started, 1),
             "ready": self.ready,
+            "reboot_wanted": next((health.reboot_wanted for health in self._healths if health.reboot_wanted), None),
             "models": [_model_status(bundle) for bundle in self._bundles],
             "workers": [_worker_status(bundle) for bundle in self._bundles],
             **self._facts(),
         }
+
+    @property
+    def _healths(self) -> list[WorkerHealth]:
+        return [bundle.supervisor.health for bundle in self._bundles]
 
     def _tell(self) -> None:
         for listener in self.listeners:
@@ -376,6 +410,7 @@ def _model_status(bundle: Bundle) -> dict[str, Any]:
         "takes_pictures": bundle.takes_pictures(bundle.name),
         "ready": not bundle.unready,
         "reason": bundle.unready or None,
+        "degraded": bundle.supervisor.health.degraded or None,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
         "waiting": bundle.supervisor.waiting,
@@ -391,4 +426,18 @@ def _worker_status(bundle: Bundle) -> dict[str, Any]:
         "version": bundle.version,
         "state": health.state.value,
         "restarts": health.restarts,
+        "cause": health.cause.value if health.cause else None,
+        "rung": health.rung.value if health.rung else None,
+        "skipped_rungs": [rung.value for rung in health.missing],
+        "faults": _by_name(health.fault_counts),
+        "restarts_by_cause": _by_name(health.restart_counts),
+        "rungs": _by_name(health.rung_counts),
+        "recoveries": {
+            cause.value: {"count": spent.count, "total_s": round(spent.total_s, 3), "last_s": round(spent.last_s, 3)}
+            for cause, spent in health.recoveries.items()
+        },
     }
+
+
+def _by_name(counts: Mapping[Fault, int] | Mapping[Rung, int]) -> dict[str, int]:
+    return {kind.value: count for kind, count in counts.items()}

@@ -22,6 +22,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from appliance.core.limits import Limits as ModelLimits
 from appliance.runtime import RuntimeName
 from models.errors import ConfigError
 
@@ -31,6 +32,7 @@ CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", 
 """Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
+_LIMITS = ModelLimits()
 
 
 def default_state_dir() -> Path:
@@ -49,7 +51,7 @@ class Http(_Part):
 
     host: str = Field(default="127.0.0.1", description="address to listen on; off loopback only with TLS and tokens")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port and prints it")
-    body_limit_bytes: int = Field(default=16 * 1024 * 1024, gt=0, le=1024**3, description="larger bodies are refused")
+    body_limit_bytes: int = Field(default=_LIMITS.body_bytes, gt=0, le=1024**3, description="larger bodies are refused")
     bodies_limit_bytes: int = Field(
         default=256 * 1024 * 1024, gt=0, le=1024**4, description="all bodies in hand together; others are told to retry"
     )
@@ -93,16 +95,27 @@ class Mqtt(_Part):
 class Limits(_Part):
     """Bounds of each model."""
 
-    queue: int = Field(default=64, gt=0, description="requests that may wait for one model")
-    concurrency: int = Field(default=2, gt=0, le=64, description="runs at the same time in one worker")
-    hang_s: float = Field(default=20.0, gt=0, description="a run without progress for longer is taken for hung")
-    picture_pixels: int = Field(default=64_000_000, gt=0, description="larger pictures are refused before decoding")
+    queue: int = Field(default=_LIMITS.queue, gt=0, description="requests that may wait for one model")
+    concurrency: int = Field(default=_LIMITS.concurrency, gt=0, le=64, description="runs at the same time in a worker")
+    hang_s: float = Field(default=_LIMITS.hang_s, gt=0, description="a run silent for longer is taken for hung")
+    picture_pixels: int = Field(default=_LIMITS.picture_pixels, gt=0, description="larger pictures are refused unread")
+    prove_idle_s: float = Field(
+        default=_LIMITS.prove_idle_s, gt=0, description="an idle worker answers a golden vector again after this"
+    )
+    calm_s: float = Field(default=_LIMITS.calm_s, gt=0, description="faults are forgiven after this long without one")
+    quarantine_s: float = Field(default=_LIMITS.quarantine_s, gt=0, description="what cannot load is tried this rarely")
 
 
 class Clock(_Part):
     """How far the wall clock is believed."""
 
     assume_synced: bool = Field(default=False, description="take the clock for synchronised; shown in status")
+
+
+class Faults(_Part):
+    """Fault injection, for drills."""
+
+    enabled: bool = Field(default=False, description="let administrators break this daemon on purpose")
 
 
 class Settings(BaseSettings):
@@ -131,6 +144,7 @@ class Settings(BaseSettings):
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
     clock: Clock = Clock()
+    faults: Faults = Faults()
 
     @classmethod
     def settings_customise_sources(

@@ -1,28 +1,28 @@
 """Keeps one worker process alive and hands it work.
 
-Runs on the event loop and never blocks it. What to do when is decided in `core.health` and
-`core.schedule`; this file performs it: spawn, send, receive, kill, reap, and wake up in time.
+Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
+and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
 from appliance import wire
 from appliance.arena import ArenaFullError, Slot
-from appliance.core.health import Event, State, WorkerHealth
+from appliance.core.faults import Fault, classify, cuda_code
+from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, WorkerHealth
+from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
-from appliance.life import Answer, Held, Life, Work
+from appliance.core.watch import NEVER, Watch
+from appliance.life import Life
 from models.errors import (
-    CallerError,
     DeadlineExceeded,
     NotReady,
     Overloaded,
@@ -34,36 +34,59 @@ from models.spec import Tensor
 
 log = structlog.get_logger()
 
-LOAD_LIMIT_S = 120.0
-"""A worker that is not ready by then is taken for hung."""
+_LINGER_S = 0.5
+"""A worker that has hung up may take this long to end by itself, so that its own reason is seen."""
+_OUTPUT_READS = 4
+"""As much as a pipe holds: what a worker has left behind when it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of one worker."""
+class Answer:
+    """Tensors whose payloads belong to the receiver, and where the time went."""
 
-    queue: int = 64
-    """Requests that may wait."""
-    concurrency: int = 2
-    """Runs at the same time in the worker."""
-    hang_s: float = 20.0
-    """A run that makes no progress for longer is taken for hung, and its worker is killed."""
-    body_bytes: int = 16 * 1024 * 1024
+    tensors: list[Tensor]
+    timing_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a ticket carries."""
+
+    graph: str
+    tensors: Sequence[Tensor]
+    outputs: tuple[str, ...] | None
+    answer: asyncio.Future[Answer]
 
 
 class Supervisor:
     """The daemon's end of one worker."""
 
-    def __init__(self, order: wire.Open, limits: Limits, *, on_ready: Callable[[wire.Ready], None]) -> None:
-        """Serve the model of `order`; `on_ready` is told each time a worker has proven itself."""
-        self.name = order.name
+    def __init__(
+        self,
+        ways: Sequence[wire.Open],
+        limits: Limits,
+        *,
+        on_ready: Callable[[wire.Ready], None],
+        rebuild: Callable[[wire.Open], Coroutine[None, None, None]] | None = None,
+    ) -> None:
+        """Serve one model, opened in the first of `ways`; the others are what it falls back to, in that order.
+
+        `on_ready` is told each time a worker has proven itself. `rebuild` makes the engines of the model again,
+        and raises ApplianceError when it cannot; None where there are no engines.
+        """
+        self.name = ways[0].name
         self.ready: wire.Ready | None = None
-        self.health = WorkerHealth()
-        self._order, self._limits, self._on_ready = order, limits, on_ready
+        self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
+        self._patience = Patience(limits.calm_s, limits.quarantine_s)
+        self.health = WorkerHealth(patience=self._patience)
         self._schedule: Schedule[Work] = Schedule(capacity=limits.queue)
         self._in_flight = 2 * limits.concurrency  # one batch computes while the next is decoded
         self._ids = itertools.count(1)
         self._life: Life | None = None
+        self._watch = self._new_watch()
+        self._proof: int | None = None
+        self._building: asyncio.Future[None] | None = None
+        self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
 
@@ -80,13 +103,13 @@ class Supervisor:
     @property
     def running(self) -> int:
         """Requests that the worker holds."""
-        return len(self._life.held) if self._life else 0
+        return len(self._watch)
 
     def start(self, on_change: Callable[[], None]) -> None:
         """Spawn the first worker; `on_change` is called after each change of `health`."""
         self._loop = asyncio.get_running_loop()
         self._on_change = on_change
-        self.health = WorkerHealth(since=time.monotonic())
+        self.health = WorkerHealth(since=time.monotonic(), patience=self._patience)
         self._spawn()
 
     async def submit(
@@ -95,7 +118,7 @@ class Supervisor:
         tensors: Sequence[Tensor],
         *,
         outputs: tuple[str, ...] | None = None,
-        deadline_at: float = float("inf"),
+        deadline_at: float = NEVER,
         priority: int = DEFAULT_PRIORITY,
         source: str = "",
     ) -> Answer:
@@ -106,9 +129,9 @@ class Supervisor:
         """
         if self.health.state is State.STOPPED:
             raise NotReady("the appliance is stopping: retry when it is back")
-        if self.health.state is State.WAITING and self.health.faults > 1:
-            raise self._not_ready()
         now = time.monotonic()
+        if self.health.refuses:
+            raise self._not_ready(now)
         answer: asyncio.Future[Answer] = self._loop.create_future()
         work = Work(graph, tensors, outputs, answer)
         ticket = Ticket(next(self._ids), work, now, deadline_at, priority, source)
@@ -129,6 +152,8 @@ class Supervisor:
             _refuse(ticket, NotReady("the appliance is stopping: retry when it is back"))
         if self._timer:
             self._timer.cancel()
+        if self._building:
+            self._building.cancel()
         if self._life is None:
             return
         self._send(self._life, wire.Stop())
@@ -139,55 +164,118 @@ class Supervisor:
             self._life.process.kill()
             await self._gone.wait()
 
-    def _moved(self, event: Event, reason: str = "") -> None:
-        self.health = self.health.after(event, time.monotonic(), reason)
+    def renew(self) -> None:
+        """Start the model as it was meant to be, all faults forgiven; work in hand is answered first."""
+        if self.health.state is State.STOPPED:
+            return
+        if self._building:
+            self._building.cancel()
+        loading = self.health.state is State.LOADING
+        self.health = self.health.renewed(time.monotonic())
+        if self._life and not self._life.ended:
+            self._send(self._life, wire.Stop())
+            self._loop.call_later(0 if loading else self._limits.hang_s, self._life.process.kill)
+        self._on_change()
+        self._rearm()
+
+    def sabotage(self, fault: str, amount: float) -> None:
+        """Fault injection: break the worker (see `wire.Break`), or spoil its next load with "corrupt-plan".
+
+        "none" makes it whole, and the model as it was meant to be. Raises NotReady when there is no worker to break.
+        """
+        if fault == "corrupt-plan":
+            self._spoiled = True
+            self.renew()
+            return
+        if self._life and self._attended:
+            self._send(self._life, wire.Break(fault, amount))
+        elif fault != "none":
+            raise self._not_ready(time.monotonic())
+        if fault != "none":
+            return
+        if self.health.degraded or self.health.refuses:
+            self.renew()
+        else:
+            self.health = self.health.forgiven()
+
+    def _moved(self, event: Event) -> None:
+        self.health = self.health.after(event, time.monotonic())
         self._on_change()
 
-    def _not_ready(self) -> NotReady:
-        return NotReady(f"model {self.name!r} restarts after a fault ({self.health.reason}): retry shortly")
+    def _struck(self, fault: Fault, reason: str) -> None:
+        """Note a fault and what will be tried against it; tell those who would wait in vain."""
+        now = time.monotonic()
+        code = cuda_code(reason)
+        able = {rung for rung, exists in self._rungs.items() if exists}
+        self.health = health = self.health.struck(fault, now, reason, able=able)
+        log.warning(
+            "worker_fault",
+            model=self.name,
+            pid=self.pid,
+            fault=fault.value,
+            reason=reason,
+            rung=health.rung.value if health.rung else "quarantine",
+            skipped=[rung.value for rung in health.missing] or None,
+            in_s=None if health.state is State.READY else round(health.retry_at - now, 3),
+            **({} if code is None else {"cuda_error": code}),
+        )
+        if health.reboot_wanted:
+            log.error("reboot_wanted", model=self.name, reason=reason)
+        if health.refuses:
+            for ticket in self._schedule.drain():
+                _refuse(ticket, self._not_ready(now))
+        self._on_change()
+
+    @property
+    def _rungs(self) -> Mapping[Rung, bool]:
+        """Which rungs of the ladder exist now, besides those that exist everywhere."""
+        return {
+            Rung.RETRY: self._life is not None and not self._life.ended,
+            Rung.REBUILD: self._rebuild is not None,
+            Rung.FALL_BACK: self.health.way + 1 < len(self._ways),
+        }
+
+    def _not_ready(self, now: float) -> NotReady:
+        health, what = self.health, f"model {self.name!r}"
+        if health.state is State.QUARANTINED:
+            wait_s = max(health.retry_at - now, 1.0)
+            why = f"{what} is quarantined after {health.faults} faults ({health.reason})"
+            return NotReady(f"{why}: repair it, it is tried again in {wait_s:.0f} s", wait_s)
+        if health.state is State.BUILDING:
+            return NotReady(f"the engine of {what} is built again after a fault ({health.reason}): retry later", 30.0)
+        return NotReady(f"{what} restarts after a fault ({health.reason}): retry shortly")
 
     def _spawn(self) -> None:
         # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
         most = self._in_flight + self._limits.concurrency
         try:
-            life = Life(most * (self._limits.body_bytes + wire.INLINE_BYTES))
+            life = Life(
+                most * (self._limits.body_bytes + wire.INLINE_BYTES), on_data=self._receive, on_end=self._hung_up
+            )
         except OSError as error:  # no memory, process or descriptor left: that may pass
-            reason = f"no worker can be started: {error.strerror}"
-            self._moved(Event.EXITED, reason)
-            log.warning("worker_not_started", model=self.name, reason=reason)
+            self._struck(Fault.CRASH, f"no worker can be started: {error.strerror}")
             self._rearm()
             return
-        self._life = life
+        self._life, self._watch, self._proof = life, self._new_watch(), None
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
-        self._loop.add_reader(life.sock, self._readable, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        data, _slots = wire.encode(self._order)
-        with contextlib.suppress(OSError):  # it died at once, as `_reap` is told
-            wire.send_with_fds(life.sock, data, [life.requests.fd, life.answers.fd])
+        data, _slots = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
+        self._spoiled = False
+        life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()
 
-    def _readable(self, life: Life) -> None:
-        while True:
-            try:
-                data = life.sock.recv(wire.MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data = b""
-            if not data:
-                if self.health.state is not State.STOPPED:
-                    life.process.kill()  # usually it is dying already; what hung up must not linger
-                self._disconnect(life)
-                return
-            try:
-                self._receive(life, data)
-            except Exception:  # what a broken worker says may be anything: it can take nobody but itself
-                log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
-                life.reason = "it sent what cannot be understood"
-                life.process.kill()
-                self._disconnect(life)
-                return
+    def _receive(self, life: Life, data: bytes) -> None:
+        try:
+            self._handle(life, data)
+        except Exception:  # what a broken worker says may be anything: it can take nobody but itself
+            log.exception("worker_incomprehensible", model=self.name, pid=life.process.pid)
+            self._kill(life, Fault.CRASH, "it sent what cannot be understood")
+
+    def _hung_up(self, life: Life) -> None:
+        if self.health.state is not State.STOPPED:
+            self._loop.call_later(_LINGER_S, life.process.kill)  # usually it is dying already
+        self._disconnect(life)
 
     def _log_output(self, life: Life) -> None:
         """Make log lines of what libraries in the worker print, so that the log stays one of JSON lines."""
@@ -196,47 +284,77 @@ class Supervisor:
         if life.silent:
             self._loop.remove_reader(life.output)
 
-    def _receive(self, life: Life, data: bytes) -> None:
+    def _handle(self, life: Life, data: bytes) -> None:
         message, payloads, slots = wire.decode(data, life.answers)
         if isinstance(message, wire.Done):
-            held = life.held.pop(message.id)
             # Copied out at once, so the worker's arena never fills up with answers.
             tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
             if slots:
                 self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
-            if not held.ticket.item.answer.done():
-                held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
+            self._answered(message, tensors)
             self._pump()
         elif isinstance(message, wire.Error):
             self._run_failed(life, message)
             self._pump()
         elif isinstance(message, wire.Progress):
-            life.held[message.id].alive_at = time.monotonic()
+            self._watch.heard(message.id, time.monotonic())
         elif isinstance(message, wire.Free):
             for slot in message.slots:
                 life.requests.free(Slot(*slot))
         elif isinstance(message, wire.Ready):
             self.ready = message
-            # The next worker need not measure again what this one has.
-            self._order = replace(self._order, latency_ms={**self._order.latency_ms, **message.latency_ms})
+            # The next worker need not measure again what this one has, and what serves already is no other way.
+            self._ways = [
+                replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
+                for i, way in enumerate(self._ways)
+                if i <= self.health.way or not _serves(message, way)
+            ]
+            self._watch.rest(time.monotonic())
             self._moved(Event.BECAME_READY)
             log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
             self._on_ready(message)
             self._pump()
         elif isinstance(message, wire.Failed):
-            life.reason = message.message
+            life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
+
+    def _answered(self, message: wire.Done, tensors: list[Tensor]) -> None:
+        now = time.monotonic()
+        held = self._watch.leave(message.id, now)
+        if message.id == self._proof:
+            self._proof = None
+            self._moved(Event.PROVEN)
+        timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
+        if not held.ticket.item.answer.done():
+            held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
 
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)
-        if not isinstance(error, CallerError):
+        fault, now = classify(error), time.monotonic()
+        _refuse(self._watch.leave(message.id, now).ticket, error)
+        if message.id == self._proof:
+            fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
+            self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
+        elif fault is not Fault.BAD_INPUT:
             log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
-        _refuse(life.held.pop(message.id).ticket, error)
+            if fault not in DOUBTFUL:
+                self._kill(life, fault, message.message)
+            elif self._proof is None and self.health.worth_proving(fault, now):
+                self._struck(fault, message.message)
+                self._prove(life)
+
+    def _prove(self, life: Life) -> None:
+        """Ask the worker to answer its golden vectors among its other work."""
+        self._proof = next(self._ids)
+        now = time.monotonic()
+        proof = Work("", (), None, self._loop.create_future())
+        proof.answer.add_done_callback(lambda done: done.exception())  # nobody else waits for it
+        self._watch.take(Ticket(self._proof, proof, now, NEVER), now)
+        self._send(life, wire.Prove(self._proof))
 
     def _pump(self) -> None:
         """Hand the worker as much as it should hold."""
         life = self._life
-        while life and not life.ended and self.health.state is State.READY and len(life.held) < self._in_flight:
+        while life and not life.ended and self.health.state is State.READY and len(self._watch) < self._in_flight:
             now = time.monotonic()
             ticket = self._schedule.next(now)
             if ticket is None:
@@ -251,70 +369,42 @@ class Supervisor:
             except TooLarge as error:
                 _refuse(ticket, error)
                 continue
-            life.held[ticket.id] = Held(ticket)
-            self._send_bytes(life, data)
-        for begun in itertools.islice(life.held.values() if life else (), self._limits.concurrency):
-            begun.began_at = min(begun.began_at, time.monotonic())
+            self._watch.take(ticket, now)
+            life.link.send(data)
         self._rearm()
 
     def _send(self, life: Life, message: wire.Message) -> None:
         data, _slots = wire.encode(message)
-        self._send_bytes(life, data)
+        life.link.send(data)
 
-    def _send_bytes(self, life: Life, data: bytes) -> None:
-        if life.backlog:
-            life.backlog.append(data)
-            return
-        try:
-            life.sock.send(data)
-        except BlockingIOError:
-            life.backlog.append(data)
-            self._loop.add_writer(life.sock, self._writable, life)
-        except OSError:
-            pass  # the worker is gone; its end of the socket says so to `_readable`
-
-    def _writable(self, life: Life) -> None:
-        while life.backlog:
-            try:
-                life.sock.send(life.backlog[0])
-            except BlockingIOError:
-                return
-            except OSError:
-                life.backlog.clear()
-                break
-            life.backlog.popleft()
-        self._loop.remove_writer(life.sock)
+    def _kill(self, life: Life, fault: Fault, reason: str) -> None:
+        """End a worker that is of no use any more; whoever waits for it is told at once."""
+        life.process.kill()
+        self._disconnect(life)
+        self._struck(fault, reason)
 
     def _disconnect(self, life: Life) -> None:
         """The worker's end is closed: whoever waits for it is told at once."""
-        if not life.connected:
-            return
-        self._loop.remove_reader(life.sock)
-        self._loop.remove_writer(life.sock)
-        life.sock.close()
-        lost, life.held = life.held, {}
-        for held in lost.values():
-            _refuse(held.ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
+        life.link.close()
+        for ticket in self._watch.clear():
+            _refuse(ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
 
     def _reap(self, life: Life) -> None:
         """The process has ended: take its exit status, close its memory, decide what comes next."""
         self._loop.remove_reader(life.pidfd)
-        reason = life.wait()
-        if life.connected:
-            self._readable(life)  # its last words may still lie in the socket
-            reason = life.reason or reason
+        ended_by = life.wait()
+        if life.link.connected:
+            life.link.read()  # its last words may still lie in the socket
         self._disconnect(life)
-        self._log_output(life)
+        for _ in range(_OUTPUT_READS):
+            self._log_output(life)
         self._loop.remove_reader(life.output)
         life.close()
+        if self.health.state in UP:  # otherwise it was meant to end
+            self._struck(life.fault, life.reason or ended_by)
         self._life = None
         self._gone.set()
-        self._moved(Event.EXITED, reason)
-        if self.health.state is State.WAITING:
-            log.warning("worker_exited", model=self.name, pid=life.process.pid, reason=reason)
-            if self.health.faults > 1:
-                for ticket in self._schedule.drain():
-                    _refuse(ticket, self._not_ready())
+        self._on_change()
         self._rearm()
 
     def _rearm(self) -> None:
@@ -322,41 +412,68 @@ class Supervisor:
         if self._timer:
             self._timer.cancel()
             self._timer = None
-        moments = [ticket.deadline_at for ticket in self._schedule]
-        if self.health.state is State.WAITING:
-            moments.append(self.health.retry_at)
-        if self._life and self._life.connected:
-            if self.health.state is State.LOADING:
-                moments.append(self.health.since + LOAD_LIMIT_S)
-            for held in self._life.held.values():
-                moments.append(held.silent_since + self._limits.hang_s)
-                if not held.ticket.item.answer.done():
-                    moments.append(held.ticket.deadline_at)
-        if moments and min(moments) != float("inf"):
-            self._timer = self._loop.call_later(min(moments) - time.monotonic(), self._tick)
+        moments = [ticket.deadline_at for ticket in self._schedule] + [self._watch.deadline_at]
+        if self._life is None:
+            moments.append(self.health.alarm_at)
+        elif self._attended:
+            moments += [self.health.alarm_at, self._watch.alarm_at]
+        next_at = min(moments, default=NEVER)
+        if next_at != NEVER:
+            self._timer = self._loop.call_later(next_at - time.monotonic(), self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
         for ticket in self._schedule.expired(now):
             _refuse(ticket, DeadlineExceeded("the deadline passed while the request waited: allow more time"))
-        for held in self._life.held.values() if self._life else ():
-            if held.ticket.deadline_at <= now:
-                _refuse(held.ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
-        if self.health.state is State.WAITING and self.health.retry_at <= now:
-            self._moved(Event.DUE)
-            self._spawn()
-            return
-        if self._life and self._hung(self._life, now):
-            self._life.reason = "it hung and was killed"
-            self._life.process.send_signal(signal.SIGKILL)
-            # Everything it held is lost; the timer must not fire for it again.
-            self._disconnect(self._life)
+        for ticket in self._watch.overdue(now):
+            _refuse(ticket, DeadlineExceeded("the deadline passed while the request ran: allow more time"))
+        alarm = self.health.alarm_at <= now
+        if self._life is None and alarm:
+            self._begin()
+        elif self._life and self._attended:
+            if alarm or self._watch.hung(now):
+                self._kill(self._life, Fault.HANG, "it hung and was killed")
+            elif self.health.state is State.READY and self._watch.idle(now):
+                self._prove(self._life)
         self._rearm()
 
-    def _hung(self, life: Life, now: float) -> bool:
-        if self.health.state is State.LOADING:
-            return now >= self.health.since + LOAD_LIMIT_S
-        return any(now >= held.silent_since + self._limits.hang_s for held in life.held.values())
+    @property
+    def _attended(self) -> bool:
+        """Whether there is a worker that must be watched; not one that was told to end, or is ending."""
+        return self._life is not None and not self._life.ended and self.health.state in UP
+
+    def _begin(self) -> None:
+        """Start the next worker, after its engines were built again where that is the step to take."""
+        if self._building:
+            self._building.cancel()  # it has taken too long
+        elif self._rebuild and self.health.rung is Rung.REBUILD and self.health.state is State.WAITING:
+            self._moved(Event.BUILD)
+            self._building = asyncio.ensure_future(self._rebuild(self._ways[self.health.way]))
+            self._building.add_done_callback(self._built)
+        else:
+            self._moved(Event.DUE)
+            self._spawn()
+
+    def _built(self, building: asyncio.Future[None]) -> None:
+        self._building = None
+        if self.health.state is not State.BUILDING:
+            return  # it was given up because something else is wanted
+        if building.cancelled() or building.exception():
+            why = "it took too long" if building.cancelled() else building.exception()
+            self._struck(Fault.PLAN_REFUSED, f"the engine could not be built again: {why}")
+        else:
+            self._moved(Event.DUE)
+            self._spawn()
+        self._rearm()
+
+    def _new_watch(self) -> Watch[Work]:
+        limits = self._limits
+        return Watch(concurrency=limits.concurrency, hang_s=limits.hang_s, idle_s=limits.prove_idle_s)
+
+
+def _serves(ready: wire.Ready, way: wire.Open) -> bool:
+    """Whether opening the model in that way would give what is open already."""
+    return ready.runtime == way.runtime and {info.precision for info in ready.graphs.values()} == {way.precision}
 
 
 def _refuse(ticket: Ticket[Work], error: Exception) -> None:

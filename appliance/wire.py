@@ -4,8 +4,8 @@ A message is a dataclass below and a list of payloads. Small payloads (64 KiB in
 the message, larger ones in the sender's arena, named by a slot that the receiver gives back with
 `Free`. A SEQPACKET socket keeps message boundaries, so there is no framing and no partial read.
 
-    daemon -> worker    Open (first, with the two arenas), Run, Free, Stop
-    worker -> daemon    Ready or Failed (once), Progress, Done or Error (once a Run), Free
+    daemon -> worker    Open (first, with the two arenas), Run, Prove, Free, Break, Stop
+    worker -> daemon    Ready (once), Progress, Done or Error (once a Run or Prove), Free, Failed (its last word)
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Open:
     max_pixels: int = 64_000_000
     digest: str = ""
     """Identity that the bundle must have: another one may have been written into the folder since."""
+    spoiled: bool = False
+    """Fault injection: read one byte of each graph wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,25 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Prove:
+    """Answer the golden vectors again, among the other work; Done without tensors when they were right."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Free:
     """The receiver has finished with these slots of the sender's arena: (offset, length, generation)."""
 
     slots: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """Fault injection: be broken from now on. `fault` is crash, hang, slow, leak, nan, or none for whole again."""
+
+    fault: str
+    amount: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +118,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The model cannot be loaded; the worker exits."""
+    """The model cannot be loaded, or the worker cannot go on; it exits."""
 
     error: str
     message: str
@@ -132,9 +149,9 @@ class Error:
     message: str
 
 
-Message: TypeAlias = Open | Run | Free | Stop | Ready | Failed | Progress | Done | Error
+Message: TypeAlias = Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Done | Error
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Open, Run, Free, Stop, Ready, Failed, Progress, Done, Error)
+    kind.__name__: kind for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Done, Error)
 }
 
 

@@ -7,6 +7,7 @@ small pool of threads. It exits when told to, or at once when the daemon's end o
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import queue
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _ANSWER_WAIT_S = 10.0
 _PROGRESS_S = 0.1
+_LONGEST_MESSAGE = 2000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -39,7 +41,9 @@ class Worker:
         self._sock = sock
         self._sending = threading.Lock()
         self._freed = threading.Condition()
-        self._work: queue.SimpleQueue[tuple[wire.Run, list[Tensor], list[Slot]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]] | None] = (
+            queue.SimpleQueue()
+        )
 
     def serve(self) -> int:
         """Open the model and answer until told to stop; the exit status of the process."""
@@ -54,11 +58,8 @@ class Worker:
 
             self._model: Model = Model(order)
             self._send(self._model.describe())
-        except ApplianceError as error:
-            self._send(wire.Failed(type(error).__name__, str(error)[:2000]))
-            return 1
         except Exception as error:  # a runtime's own fault: say it before dying of it
-            self._send(wire.Failed("ModelError", f"loading failed: {type(error).__name__}: {error}"[:2000]))
+            self._send(wire.Failed(*_told(error, "loading failed: ")))
             return 1
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
@@ -72,6 +73,12 @@ class Worker:
             message, payloads, slots = wire.decode(data, self._requests)
             if isinstance(message, wire.Run):
                 self._work.put((message, wire.join(message.tensors, payloads), slots))
+            elif isinstance(message, wire.Prove):
+                self._work.put((message, [], []))
+            elif isinstance(message, wire.Break):
+                if message.fault == "crash":
+                    os.kill(os.getpid(), signal.SIGSEGV)
+                self._model.break_(message.fault, message.amount)
             elif isinstance(message, wire.Free):
                 with self._freed:
                     for slot in message.slots:
@@ -95,19 +102,28 @@ class Worker:
                 answer, timing_ms = self._answer(run, tensors)
                 reply: wire.Message = wire.Done(run.id, wire.heads(answer), timing_ms)
                 self._send(reply, [tensor.data for tensor in answer])
-            except ApplianceError as error:
-                self._send(wire.Error(run.id, type(error).__name__, str(error)[:2000]))
             except Exception as error:  # a task's or a library's fault must not end the worker
-                self._send(wire.Error(run.id, "ModelError", f"{type(error).__name__}: {error}"[:2000]))
+                self._send(wire.Error(run.id, *_told(error)))
             if slots:
                 self._send(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
 
-    def _answer(self, run: wire.Run, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Mapping[str, float]]:
+    def give_up(self, error: BaseException) -> None:
+        """Tell the daemon what this process dies of, and die; for errors that nobody else has caught."""
+        with contextlib.suppress(OSError):
+            self._send(wire.Failed(*_told(error, "it failed: ")))
+        os._exit(1)
+
+    def _answer(
+        self, run: wire.Run | wire.Prove, tensors: Sequence[Tensor]
+    ) -> tuple[list[Tensor], Mapping[str, float]]:
+        if isinstance(run, wire.Prove):
+            self._model.prove(self._progress(run))
+            return [], {}
         if run.graph:
             return self._model.infer(run.graph, tensors, run.outputs)
         return self._model.predict(tensors[0], self._progress(run))
 
-    def _progress(self, run: wire.Run) -> Callable[[], None]:
+    def _progress(self, run: wire.Run | wire.Prove) -> Callable[[], None]:
         """A function that tells the daemon, not too often, that `run` goes on."""
         told_at = time.monotonic()
 
@@ -144,7 +160,21 @@ def main() -> None:
     # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    sys.exit(Worker(sock).serve())
+    worker = Worker(sock)
+    threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
+    try:
+        status = worker.serve()
+    except Exception as error:
+        worker.give_up(error)
+    else:
+        sys.exit(status)
+
+
+def _told(error: BaseException, before: str = "") -> tuple[str, str]:
+    """The name and message under which an error crosses to the daemon."""
+    if isinstance(error, ApplianceError):
+        return type(error).__name__, str(error)[:_LONGEST_MESSAGE]
+    return ModelError.__name__, f"{before}{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def neck(spec: Neck, w: Tensors, x: torch.Tensor, spelling: str) -> torch.Tensor:
-    """kernels.reference.neck of v4 in PyTorch."""
+    """kernels.reference.neck in PyTorch; the spelling "gemm" matters to v4 only, whose convolutions mix channels."""
 
     def linear(v: torch.Tensor, name: str) -> torch.Tensor:
         return F.linear(v, w[f"{name}.w"], w[f"{name}.b"])
@@ -40,7 +40,12 @@ def neck(spec: Neck, w: Tensors, x: torch.Tensor, spelling: str) -> torch.Tensor
     def heads(v: torch.Tensor) -> torch.Tensor:
         return v.unflatten(2, (-1, HEAD_SIZE)).transpose(1, 2)
 
-    h = F.silu(linear(F.silu(conv(x, "conv1")), "conv2"))
+    if spec.form == "v4":
+        h = F.silu(linear(F.silu(conv(x, "conv1")), "conv2"))
+    else:
+        m = F.silu(linear(x, "main"))
+        taps = w["depthwise.w"].unsqueeze(1)
+        h = m + F.silu(F.conv1d(m.transpose(1, 2), taps, w["depthwise.b"], padding=3, groups=WIDTH).transpose(1, 2))
     for i in range(BLOCKS):
         n = norm(h, f"block{i}.norm1", BLOCK_EPS)
         q, k, v = (heads(linear(n, f"block{i}.{part}")) for part in "qkv")
@@ -52,7 +57,10 @@ def neck(spec: Neck, w: Tensors, x: torch.Tensor, spelling: str) -> torch.Tensor
             a = torch.softmax(q @ k.transpose(2, 3) * HEAD_SIZE**-0.5, -1) @ v
         h = h + linear(a.transpose(1, 2).flatten(2), f"block{i}.o")
         h = h + linear(F.silu(linear(norm(h, f"block{i}.norm2", BLOCK_EPS), f"block{i}.mlp1")), f"block{i}.mlp2")
-    z = F.silu(linear(norm(h, "norm", LAST_EPS), "conv3"))
+    h = norm(h, "norm", LAST_EPS)
+    if spec.form == "v6":
+        return h + F.silu(linear(x, "skip"))
+    z = F.silu(linear(h, "conv3"))
     return F.silu(linear(F.silu(conv(torch.cat([x, z], 2), "conv4")), "conv5"))
 
 

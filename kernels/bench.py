@@ -96,7 +96,9 @@ class NeckCase:
         self.bench.driver.free(self.out)
 
 
-def check(bench: Bench, folder: Path, spec: Neck, *, few: bool = False, limit: float = 1e-3) -> list[Row]:
+def check(
+    bench: Bench, folder: Path, spec: Neck, *, classes: int = CLASSES, few: bool = False, limit: float = 1e-3
+) -> list[Row]:
     """Every form of the neck and the head on shapes off every border; raises at the first wrong result."""
     rng = np.random.default_rng()
     weights = random_weights(spec, rng)
@@ -109,15 +111,15 @@ def check(bench: Bench, folder: Path, spec: Neck, *, few: bool = False, limit: f
             error = case.error()
             form = f"{'one launch' if one_launch else 'phases'}, split up to {splits}"
             rows.append(
-                {"op": "neck", "form": form, "batch": batch, "steps": steps, "launches": launches, "error": error}
+                {"op": "neck", "launched": form, "batch": batch, "steps": steps, "launches": launches, "error": error}
             )
             case.close()
             if not error < limit:
                 msg = f"neck ({form}) at batch {batch}, {steps} tokens: error {error:g} against float64"
                 raise ModelError(msg)
         runner.close()
-    w_CK = (3 * rng.standard_normal((WIDTH, CLASSES)) / np.sqrt(WIDTH)).astype(np.float16)
-    b_K = rng.standard_normal(CLASSES).astype(np.float16)
+    w_CK = (3 * rng.standard_normal((WIDTH, classes)) / np.sqrt(WIDTH)).astype(np.float16)
+    b_K = rng.standard_normal(classes).astype(np.float16)
     for one_launch in (True, False):
         head = HeadRunner(bench.driver, folder, w_CK, b_K, max_rows=max(HEAD_CHECKS), one_launch=one_launch)
         told: Row = {"form": "one launch" if one_launch else "two launches"}
@@ -145,7 +147,7 @@ def check_head(bench: Bench, head: HeadRunner, w_CK: Array, b_K: Array, count: i
     rows = np.arange(count)
     # A different class is right only where its score is as good as equal: FP16 cannot tell them apart.
     slack = float(
-        np.max((scores[rows, truth] - scores[rows, np.clip(best, 0, CLASSES - 1)]) / (1 + np.abs(scores).max(1)))
+        np.max((scores[rows, truth] - scores[rows, np.clip(best, 0, len(b_K) - 1)]) / (1 + np.abs(scores).max(1)))
     )
     error = float(np.max(np.abs(got / probability - 1)))
     if not (slack < 2e-3 and error < 2e-2):  # noqa: PLR2004 (FP16 weights times log2 e, logits to about 100)
@@ -170,8 +172,8 @@ def measure(bench: Bench, folder: Path, spec: Neck, given: argparse.Namespace) -
     weights = random_weights(spec, rng)
     runner = NeckRunner(bench.driver, folder, spec, weights)
     phases = NeckRunner(bench.driver, folder, spec, weights, one_launch=False, splits=1)
-    w_CK = (3 * rng.standard_normal((WIDTH, CLASSES)) / np.sqrt(WIDTH)).astype(np.float16)
-    b_K = rng.standard_normal(CLASSES).astype(np.float16)
+    w_CK = (3 * rng.standard_normal((WIDTH, given.classes)) / np.sqrt(WIDTH)).astype(np.float16)
+    b_K = rng.standard_normal(given.classes).astype(np.float16)
     rows: list[Row] = []
     machine: Row = {}
     torch_rows = None
@@ -185,7 +187,14 @@ def measure(bench: Bench, folder: Path, spec: Neck, given: argparse.Namespace) -
             shape = {"batch": batch, "steps": steps}
             case = NeckCase(bench, spec, weights, batch, steps)
             moved, flops = neck_cost(spec, weights, batch, steps)
-            common: Row = {"op": "neck", "kv_heads": spec.kv_heads, **shape, "bytes": moved, "flops": flops}
+            common: Row = {
+                "op": "neck",
+                "form": spec.form,
+                "kv_heads": spec.kv_heads,
+                **shape,
+                "bytes": moved,
+                "flops": flops,
+            }
             for name, one in (("ours", runner), ("ours, three launches", phases)):
                 launches = case.run(one)(bench.stream)
                 error = case.error()
@@ -203,7 +212,7 @@ def measure(bench: Bench, folder: Path, spec: Neck, given: argparse.Namespace) -
             x, out = bench.driver.upload(x_NC.tobytes()), bench.driver.allocate(batch * steps * 12 + 16)
             after = out + -(-batch * steps // 2) * 16
             us = bench.time_us(lambda stream: head(x, out, after, batch * steps, stream))  # noqa: B023 (called here)
-            common = {"op": "head", **shape, "classes": CLASSES}
+            common = {"op": "head", **shape, "classes": given.classes}
             common["bytes"] = 2.0 * (x_NC.size + w_CK.size) + 12.0 * batch * steps
             common["flops"] = 2.0 * batch * steps * w_CK.size
             rows.append(
@@ -267,7 +276,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--kernels", type=Path, help="folder of kernels.compile; without it they are compiled first")
+    parser.add_argument("--form", choices=["v4", "v6"], default="v4", help="neck of PP-OCRv4 and v5, or of v6")
     parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--classes", type=int, default=CLASSES, help="18,710 in PP-OCRv6")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, nargs="+", default=[40, 80, 160])
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="ours alone")
@@ -276,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-only", action="store_true", help="check every form, time nothing")
     given = parser.parse_args(arguments)
     given.torch = given.torch and importlib.util.find_spec("torch") is not None
-    spec = Neck("v4", given.kv_heads)
+    spec = Neck(given.form, given.kv_heads)
     try:
         bench = Bench(Driver())
         with tempfile.TemporaryDirectory() as made:
@@ -285,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 from kernels.compile import compile_all  # noqa: PLC0415 (Triton is not on a device)
 
                 compile_all(bench.driver.arch, [spec], folder)
-            checks = check(bench, folder, spec, few=given.few_checks)
+            checks = check(bench, folder, spec, classes=given.classes, few=given.few_checks)
             worst = max(row["error"] for row in checks if row["op"] == "neck")
             print(f"{len(checks)} checks passed; largest error of the neck {worst:.2g}", flush=True)
             common = environment(bench.driver)

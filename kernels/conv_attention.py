@@ -82,8 +82,8 @@ def _ones(v_RN, first, AT: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _weights(at, K: tl.constexpr, N: tl.constexpr):
-    return tl.load(at + tl.arange(0, K)[:, None] * N + tl.arange(0, N)[None, :])
+def _weights(at, K: tl.constexpr, N: tl.constexpr, ROW: tl.constexpr = None):
+    return tl.load(at + tl.arange(0, K)[:, None] * (N if ROW is None else ROW) + tl.arange(0, N)[None, :])
 
 
 @triton.jit
@@ -196,32 +196,37 @@ def _attend(
 
 
 @triton.jit
-def _send_keys_values(n_RN, w_KN, kv, t_R, own_R, G: tl.constexpr):
-    """Keys and values of the tile's own rows: one product, one store; [token, local head, key | value, D]."""
-    kv_RN = tl.dot(n_RN, _now(w_KN)).to(tl.float16)
-    bits = kv_RN.to(tl.int16, bitcast=True)
-    at = kv + t_R[:, None] * (2 * G * D) + tl.arange(0, 2 * G * D)[None, :]
-    tl.store(at, tl.where(bits == -1, 0x7FFF, bits).to(tl.int16), own_R[:, None])
+def _send_keys_values(n_RN, w_kvN, w_kv, kv, t_R, own_R, ROW: tl.constexpr, N: tl.constexpr):
+    """Keys and values of the tile's own rows, N columns at a time; [token, local head, key | value, D]."""
+    for i in tl.static_range(ROW // N):
+        kv_RN = tl.dot(n_RN, _now(w_kvN)).to(tl.float16)
+        if i + 1 < ROW // N:
+            w_kvN = _weights(w_kv + (i + 1) * N, WIDE, N, ROW)
+        bits = kv_RN.to(tl.int16, bitcast=True)
+        at = kv + t_R[:, None] * ROW + i * N + tl.arange(0, N)[None, :]
+        tl.store(at, tl.where(bits == -1, 0x7FFF, bits).to(tl.int16), own_R[:, None])
 
 
 @triton.jit
 def _attention(
     n_RN, w_qN, w_q, w_o, kv, T,
     G: tl.constexpr, X: tl.constexpr, KEYS: tl.constexpr, LONG: tl.constexpr, WAIT: tl.constexpr,
+    STACKS: tl.constexpr,
 ):  # fmt: skip
     """This program's heads of attention(n) w_o, a partial sum [R, 128].
 
-    The X query heads of one key/value head stand below each other as 16 X rows, so grouping makes the product taller
-    instead of repeating keys and values.
+    X query heads of one key/value head stand below each other as a stack of 16 X rows, so grouping makes the product
+    taller instead of repeating keys and values. STACKS is G, or a multiple where more than 4 heads share one: a taller
+    stack runs out of registers.
     """
     o_RN = tl.zeros([ROWS, WIDE], tl.float32)
-    for g in tl.static_range(G):
+    for g in tl.static_range(STACKS):
         w_oN = _weights(w_o + g * X * D * WIDE, X * D, WIDE)
         q_RN = tl.dot(n_RN, _now(w_qN)).to(tl.float16)
-        if g + 1 < G:
+        if g + 1 < STACKS:
             w_qN = _weights(w_q + (g + 1) * WIDE * X * D, WIDE, X * D)
         q_MD = tl.reshape(tl.permute(tl.reshape(q_RN, [ROWS, X, D]), [1, 0, 2]), [X * ROWS, D])
-        a_MD = _attend(q_MD, kv + g * 2 * D, T, X * ROWS, 2 * G * D, KEYS, LONG, WAIT).to(tl.float16)
+        a_MD = _attend(q_MD, kv + g * G // STACKS * 2 * D, T, X * ROWS, 2 * G * D, KEYS, LONG, WAIT).to(tl.float16)
         a_RN = tl.reshape(tl.permute(tl.reshape(a_MD, [X, ROWS, D]), [1, 0, 2]), [ROWS, X * D])
         o_RN = tl.dot(a_RN, _now(w_oN), o_RN)
     return o_RN
@@ -274,12 +279,12 @@ def _row(v_RN, by, N: tl.constexpr):
 
 
 @triton.jit
-def _depthwise(m_RN, w, b):
+def _depthwise(m_RN, b):
     """The sum m + swish(depthwise 1x7 of m)."""
     n = tl.arange(0, WIDE)[None, :]
     d_RN = tl.zeros([ROWS, WIDE], tl.float32) + tl.load(b + 2 * WIDE + n)
     for j in tl.static_range(7):
-        d_RN += _row(m_RN, j - 3, WIDE) * tl.load(w + j * WIDE + n).to(tl.float32)
+        d_RN += _row(m_RN, j - 3, WIDE) * tl.load(b + (5 + j) * WIDE + n)
     return m_RN + _swish(d_RN)
 
 
@@ -325,11 +330,13 @@ def neck(
     PAST: tl.constexpr = ROWS * IN
     STEP: tl.constexpr = 2 * ROWS * IN
     G: tl.constexpr = KV_HEADS // S if KV_HEADS > S else 1
-    X: tl.constexpr = HEADS // S // G
+    X: tl.constexpr = 4 if HEADS // S // G > 4 else HEADS // S // G
+    STACKS: tl.constexpr = HEADS // S // X
     KV_ROW: tl.constexpr = 2 * G * D
+    KV_COLUMNS: tl.constexpr = 64 if KV_ROW > 64 else KV_ROW
     KEYS: tl.constexpr = 64
     W_2: tl.constexpr = 2 * K * IN
-    W_BLOCKS: tl.constexpr = W_2 + (7 * WIDE if V6 else 64 * WIDE)
+    W_BLOCKS: tl.constexpr = W_2 + (0 if V6 else 64 * WIDE)
     W_KV: tl.constexpr = WIDE * KV_ROW * S
     W_BLOCK: tl.constexpr = W_KV + 2 * WIDE * WIDE + 2 * WIDE * PAD_HIDDEN
     W_3: tl.constexpr = W_BLOCKS + 2 * W_BLOCK
@@ -362,14 +369,15 @@ def neck(
             w_2N = _weights(w + W_2, 64, WIDE)
         u_RN = _swish(_reduce(u_RN, slots, s, 0, SLOT, S, IN))
         if V6:
-            h_RN = _depthwise(tl.where(in_line_R[:, None], u_RN, 0), w + W_2, b)
+            h_RN = _depthwise(tl.where(in_line_R[:, None], u_RN, 0), b)
         else:
             h_RN = _swish(tl.dot(_ones(u_RN, 0, 60, 64), _now(w_2N)))
     else:
         h_RN = tl.load(state_h, cache_modifier=".cg")
         y_RN = tl.load(state_y, cache_modifier=".cg")
 
-    w_kvN = _weights(w + W_BLOCKS + s * WIDE * KV_ROW, WIDE, KV_ROW)
+    w_kv = w + W_BLOCKS + s * WIDE * KV_ROW
+    w_kvN = _weights(w_kv, WIDE, KV_COLUMNS, KV_ROW)
     n_RN = _norm(h_RN, 1e-5)
     for block in tl.static_range(2):
         at = w + W_BLOCKS + block * W_BLOCK
@@ -378,9 +386,9 @@ def neck(
         w_1 = at + W_KV + 2 * WIDE * WIDE + s * (WIDE * PAD_HIDDEN // S)
         w_qN = _weights(w_q, WIDE, X * D)
         if ALL or PHASE == block:
-            _send_keys_values(n_RN, w_kvN, kv + block * kv_block, t_R, own_R, G)
+            _send_keys_values(n_RN, w_kvN, w_kv, kv + block * kv_block, t_R, own_R, KV_ROW, KV_COLUMNS)
         if ALL or PHASE == block + 1:
-            o_RN = _attention(n_RN, w_qN, w_q, w_o, kv + block * kv_block, T, G, X, KEYS, LONG, ALL)
+            o_RN = _attention(n_RN, w_qN, w_q, w_o, kv + block * kv_block, T, G, X, KEYS, LONG, ALL, STACKS)
             if ALL and block == 1:
                 # All keys of block 1 are here, so all programs are done with those of block 0.
                 line = tl.arange(0, KV_ROW)[None, :]
@@ -396,7 +404,8 @@ def neck(
                     _rest(mine + exchange - ROWS * WIDE, WIDE)
             o_RN = _mlp(_norm(h_RN, 1e-5), w_1N, w_1, w_1 + WIDE * PAD_HIDDEN, s, S, MLP)
             if block == 0:
-                w_kvN = _weights(at + W_BLOCK + s * WIDE * KV_ROW, WIDE, KV_ROW)
+                w_kv = at + W_BLOCK + s * WIDE * KV_ROW
+                w_kvN = _weights(w_kv, WIDE, KV_COLUMNS, KV_ROW)
             h_RN += _reduce(o_RN, slots, s, exchange + ROWS * WIDE, SLOT, S, WIDE)
             if S > 1:
                 _rest(mine + exchange, WIDE)

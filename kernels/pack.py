@@ -5,12 +5,14 @@ every bias into a row of padding that the kernel multiplies by 1.
 Padded: 15 -> 16 (head), 60 -> 64, 120 -> 128, 240 -> 256, 480 -> 512, 1440 -> 1536, with zeros.
 Laid out for S programs that share a row tile's channels: what one of them reads of a matrix is contiguous.
 
-FP16 buffer, in order ([rows, columns], row-major; s over S programs, g over the program's key/value heads):
-    v4 conv1 [1536, 64], x half of conv4 [1536, 64], conv2 [64, 128];  v6 main, skip [384, 128], depthwise [7, 128]
-    block 0, 1: s [128, g (key 16 | value 16)];  s, g [128, queries];  s, g [queries, 128];
+FP16 buffer, in order ([rows, columns], row-major; s over S programs, g over the program's key/value heads,
+stack over its query heads, at most 4 of one key/value head):
+    v4 conv1 [1536, 64], x half of conv4 [1536, 64], conv2 [64, 128];  v6 main, skip [384, 128]
+    block 0, 1: s [128, g (key 16 | value 16)];  s, stack [128, queries];  s, stack [queries, 128];
                 [128, 256] in chunks of columns;  [256, 128]
     v4 conv3 in chunks of columns [128, 512]; z half of conv4 [3, 512, 64];  conv5 [64, 128]
-FP32 buffer: v4 biases of conv1, conv4 [64]; v6 biases of main, skip, depthwise, gamma, beta of the last norm [128].
+FP32 buffer: v4 biases of conv1, conv4 [64]; v6 biases of main, skip, depthwise, gamma, beta of the last norm [128],
+    depthwise [7, 128].
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from models.errors import BadInput
 from models.spec import Array
 
 D = 16
+STACK = 4  # query heads of one product with their key/value head
 WIDE = 128
 PAD_MLP = 256
 Z = 512
@@ -48,9 +51,10 @@ def pack_neck(spec: Neck, weights: Weights, split: int, mlp: int, back: int) -> 
         parts.append(_pad(_biased(w["conv2.w"], w["conv2.b"]), 64, WIDE))
         biases = [_pad(w[f"{name}.b"][None], 1, 64) for name in ("conv1", "conv4")]
     else:
-        parts = [_pad(w[f"{name}.w"], None, WIDE) for name in ("main", "skip", "depthwise")]
+        parts = [_pad(w[f"{name}.w"], None, WIDE) for name in ("main", "skip")]
         names = ("main.b", "skip.b", "depthwise.b", "norm.gamma", "norm.beta")
         biases = [_pad(w[name][None], 1, WIDE) for name in names]
+        biases += [_pad(tap[None], 1, WIDE) for tap in w["depthwise.w"]]
     for i in range(BLOCKS):
         parts += _block(spec, w, f"block{i}.", split, mlp)
     if spec.form == "v4":
@@ -86,14 +90,14 @@ def _block(spec: Neck, w: dict[str, F64], at: str, split: int, mlp: int) -> list
     o[:, :HEAD_SIZE] = w[at + "o.w"].reshape(HEADS, HEAD_SIZE, WIDTH)
     o[0, HEAD_SIZE] = w[at + "o.b"]
     local = max(1, spec.kv_heads // split)
-    queries = HEADS // split // local
+    queries = min(HEADS // split // local, STACK)
     firsts = [s * (HEADS // split) for s in range(split)]
     kv_parts, q_parts, o_parts = [], [], []
     for first in firsts:
-        groups = [(first + g * queries) // (HEADS // spec.kv_heads) for g in range(local)]
+        groups = [(first + g * (HEADS // split // local)) // (HEADS // spec.kv_heads) for g in range(local)]
         kv_parts.append(_pad(np.concatenate([np.concatenate([k[:, g], v[:, g]], 1) for g in groups], 1), WIDE, None))
-        for g in range(local):
-            mine = slice(first + g * queries, first + (g + 1) * queries)
+        for at_head in range(first, first + HEADS // split, queries):
+            mine = slice(at_head, at_head + queries)
             q_parts.append(_pad(q[:, mine].reshape(WIDTH + 1, -1), WIDE, None))
             o_parts.append(_pad(o[mine].reshape(-1, WIDTH), None, WIDE))
     mlp1 = _pad(_after_norm(w, at + "norm2", at + "mlp1"), WIDE, PAD_MLP)

@@ -5,6 +5,7 @@ A bundle is a folder:
     manifest.json               canonical bytes of `Manifest`; its sha256 is the content digest
     blobs/sha256/<hex>          everything the manifest names, content-addressed
     measurements/<target>.json  what was measured on one machine: advisory, outside the digest
+    report.html, report.json    the gate's figures with plots and latency: advisory, outside the digest
 
 This module is pure: it takes and returns bytes and values. `models.folder` reads the disk.
 """
@@ -86,6 +87,24 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """One limit of the recipe, and what the gate measured against it, both as shares."""
+
+    name: str
+    """Of the limit in the recipe: "exact_drop", "cer_drop", "found_drop", "same_class", "overlap"."""
+    limit: float
+    measured: float
+    """The loss against the graph as published for a limit called a drop; otherwise the share that must be kept."""
+    met: bool
+    on: str
+    """What was counted: "128 gate lines"."""
+    interval: tuple[float, ...] = ()
+    """95 % interval of the loss, low and high; empty where there is none."""
+    resolved: bool = True
+    """Whether so many lines can tell a loss of that size from chance: one standard error is within the limit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One precision of a graph that passed the gate."""
 
@@ -93,6 +112,8 @@ class Variant:
     golden: Golden
     accuracy: Accuracy | None = None
     agreement: Agreement | None = None
+    checks: tuple[Check, ...] = ()
+    """Every limit that the gate held it to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +149,14 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of the build with the digests of what went in and what came out."""
+    """One step of the build with the digests of what went in and what came out.
+
+    Each of `inputs` is a source, a split of the data, or the output of an earlier step.
+    """
 
     name: str
     graph: str
-    input: str
+    inputs: tuple[str, ...]
     output: str
     precision: str = ""
     """The one that this was done for; empty when it was for all of them."""

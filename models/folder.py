@@ -10,7 +10,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,8 @@ from models.measurements import Measurements
 from models.spec import Array
 
 MANIFEST = "manifest.json"
+REPORTS = ("report.html", "report.json")
+"""What the gate measured, for people and for programs: advisory, outside the digest."""
 
 
 class BundleFolder:
@@ -113,36 +115,64 @@ def read_measurements(path: Path) -> Measurements | None:
         return None
 
 
+def measurements_bytes(measurements: Measurements) -> bytes:
+    """What `read_measurements` reads."""
+    return json.dumps(schema.dump(measurements), indent=1, sort_keys=True).encode()
+
+
 def write_measurements(path: Path, measurements: Measurements) -> None:
     """Write what `read_measurements` reads."""
-    write_file(path, json.dumps(schema.dump(measurements), indent=1, sort_keys=True).encode())
+    write_file(path, measurements_bytes(measurements))
 
 
 def write_bundle(
-    path: Path, manifest: Manifest, blobs: Mapping[str, bytes], measurements: Mapping[str, Measurements]
+    path: Path,
+    manifest: Manifest,
+    blobs: Mapping[str, bytes],
+    measurements: Mapping[str, Measurements],
+    reports: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write a bundle into `path` (made when missing), from which it replaces an earlier one.
 
-    `blobs` maps sha256 to content, `measurements` a target's name to what was measured there.
-    Until the new manifest stands everything that the earlier one names is there, so a full disk or a power cut
-    leaves the old bundle or the new one. What only the earlier one had goes last.
+    `blobs` maps sha256 to content, `measurements` a target's name to what was measured there, `reports` a name of
+    `REPORTS` to its content. Until the new manifest stands everything that the earlier one names is there, so a full
+    disk or a power cut leaves the old bundle or the new one. What only the earlier one had goes last. When writing
+    fails or is interrupted, what was not there before is taken away again.
     """
     wanted = {blob.sha256: blob for blob in manifest.blobs()}
     for sha256, blob in wanted.items():
         blob.check(blobs[sha256])
-    (path / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
-    (path / "measurements").mkdir(exist_ok=True)
-    for sha256, blob in wanted.items():
-        if not _holds(blob_path(path, blob), blobs[sha256]):  # a damaged one is written again
-            write_file(blob_path(path, blob), blobs[sha256])
-    kept = {blob_path(path, blob) for blob in wanted.values()}
-    for target, measured in measurements.items():
-        write_measurements(_measurements_path(path, target), measured)
-        kept.add(_measurements_path(path, target))
-    write_file(path / MANIFEST, manifest.to_bytes())
-    for file in (*(path / "blobs" / "sha256").iterdir(), *(path / "measurements").iterdir()):
+    files = {blob_path(path, blob): blobs[sha256] for sha256, blob in wanted.items()}
+    beside = {_measurements_path(path, target): measurements_bytes(one) for target, one in measurements.items()}
+    beside |= {path / name: content for name, content in (reports or {}).items()}
+    folders = [path / "blobs" / "sha256", path / "measurements"]
+    missing = [folder for each in folders for folder in (each, *each.parents) if not folder.exists()]
+    new = [file for file in (*files, *beside, path / MANIFEST) if not file.exists()]
+    try:
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        for file, content in files.items():
+            if not _holds(file, content):  # a damaged one is written again
+                write_file(file, content)
+        for file, content in beside.items():
+            write_file(file, content)
+        write_file(path / MANIFEST, manifest.to_bytes())
+    except BaseException:
+        _take_away(new, missing)
+        raise
+    kept = {*files, *beside}
+    for file in (*folders[0].iterdir(), *folders[1].iterdir(), *(path / name for name in REPORTS)):
         if file not in kept:
+            file.unlink(missing_ok=True)
+
+
+def _take_away(files: Iterable[Path], folders: Iterable[Path]) -> None:
+    for file in files:
+        with contextlib.suppress(OSError):
             file.unlink()
+    for folder in sorted(folders, key=lambda folder: len(folder.parts), reverse=True):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def _holds(path: Path, content: bytes) -> bool:

@@ -1,13 +1,20 @@
-"""Reads labelled lines with a graph and compares: with the labels, and pairwise with the graph as published.
+"""Reads labelled lines and pages, and compares: with the labels, and pairwise with the graphs as published.
 
-Exact match and character error rate are those of `models.tasks.text`, on normalised texts.
+Texts are compared normalised (`models.tasks.text`). A labelled text of a page, of two characters or more, counts as
+found when it is part of a line that was read there, or within a fifth of its length (edit distance) of one.
+
+What two readings of the same data differ by is estimated in pairs, because both meet the same hard lines. Its 95 %
+interval is that of the bootstrap (Efron 1979) over lines, with a fixed seed. Its standard error is that of the
+bootstrap, but never less than one line (one character, for the error rate) in all: that two readings agree
+everywhere on few lines does not prove that they always do. The lines of one page are drawn as if they were
+independent, which they are not quite: an interval from few pages is too narrow.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,62 +22,61 @@ import numpy as np
 from appliance.runtime import Runtime, Session
 from kernels.reference import ctc_head_of_softmax
 from models import schema
-from models.bundle import Accuracy, Agreement
-from models.errors import BundleError
-from models.folder import BundleFolder
-from models.measurements import fastest
-from models.spec import Array
+from models.bundle import Accuracy, Agreement, Check
+from models.errors import BadInput
+from models.spec import Array, ModelSpec
 from models.tasks import lines as lines_task
 from models.tasks import text
-from provisioning import sources
-from provisioning.data import Line
+from models.tasks.reading import Reading
+from provisioning.data import Line, Page
 
 _RESAMPLES = 2000
 _POINT = 0.01
 _DIGITS = 6
+_LEAST_CHARACTERS = 2
+_FAR = 0.2
+"""Edit distance, as a share of the label's length, up to which a labelled text of a page counts as found."""
 
 
-def verify(
-    folder: BundleFolder, lines: Sequence[Line], precision: str, runtime: Runtime, threads: int
-) -> dict[str, Any]:
-    """Read `lines` with a bundle's recogniser and with the checkpoint it was made of, and compare.
+class Published:
+    """A checkpoint as its publishers exported it, behind the face of a packed graph with one input.
 
-    `precision` "auto" takes the fastest, as it was measured where the bundle was built. Raises BundleError when the
-    bundle is damaged or holds no recogniser in that precision, SourceError when the checkpoint is not installed.
+    Its input is `x`, whatever it is called. With `ctc_head`, its softmax becomes `index` and `probability`.
     """
-    manifest = folder.manifest
-    folder.check_content()
-    name = next((name for name, graph in manifest.graphs.items() if graph.original), None)
-    if name is None:
-        msg = f"{folder.path} holds no graph that was measured on labelled lines: build the bundle again"
-        raise BundleError(msg)
-    variants = manifest.graphs[name].variants
-    if precision == "auto":
-        measured = folder.measurements("cpu")
-        latency_ms = measured.latency_ms.get(name, {}) if measured else {}
-        precision = fastest({one: latency_ms.get(one, math.inf) for one in variants})
-    if precision not in variants:
-        reason = manifest.graphs[name].left_out.get(precision, "it was not asked for")
-        msg = f"{folder.path} holds no {precision} of {name} ({reason}); it holds {', '.join(variants)}"
-        raise BundleError(msg)
-    fetched = {step.output for step in manifest.provenance.steps if (step.name, step.graph) == ("fetch", name)}
-    source = next((source for source in manifest.provenance.sources if source.sha256 in fetched), None)
-    if source is None:
-        msg = f"{folder.path} does not say which checkpoint {name} was made of: build the bundle again"
-        raise BundleError(msg)
-    labels = folder.read_labels()
-    original = read_lines(sources.fetch(source), lines, labels, runtime, threads)
-    packed = read_lines(folder.read(variants[precision].graph), lines, labels, runtime, threads)
-    return {"graph": name, "precision": precision} | compare(lines, original, packed)
+
+    def __init__(self, session: Session, *, ctc_head: bool = False) -> None:
+        """Wrap `session`, which it owns from now on."""
+        self.spec: ModelSpec = session.spec
+        self._session = session
+        self._ctc_head = ctc_head
+
+    def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
+        """All outputs for `x`; see `Session.run`."""
+        if outputs is not None or len(inputs) != len(self.spec.inputs):
+            raise BadInput("a published graph takes all its inputs and gives all its outputs")
+        names = [tensor.name for tensor in self.spec.inputs] if len(inputs) == 1 else list(inputs)
+        answers = self._session.run(dict(zip(names, inputs.values(), strict=True)))
+        if not self._ctc_head:
+            return answers
+        (softmax,) = answers.values()
+        index, probability = ctc_head_of_softmax(softmax)
+        return {"index": index, "probability": probability}
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        self._session.close()
 
 
-def read_lines(graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int) -> list[str]:
-    """What `graph` reads on each line. It ends in a CTC head, or in the softmax of a checkpoint as published.
+def read_lines(
+    graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int, *, published: bool
+) -> list[str]:
+    """What a recogniser reads on each line.
 
-    A checkpoint is measured as its publishers measure it: width kept, padded to at least 320 and no further.
+    A checkpoint, as `published`, is measured as its publishers measure it: width kept, padded to at least 320 and no
+    further.
     """
-    session = runtime.open(graph, threads=1)
-    published = {tensor.name for tensor in session.spec.outputs} != {"index", "probability"}
+    opened = runtime.open(graph, threads=1)
+    session: Session = Published(opened, ctc_head=True) if published else opened
 
     def read(line: Line) -> str:
         x_NCHW = lines_task.prepare(line.picture)
@@ -78,72 +84,186 @@ def read_lines(graph: bytes, lines: Sequence[Line], labels: Sequence[str], runti
             height, width = line.picture.shape[:2]
             content = -(-lines_task.HEIGHT * width // height)
             x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]
-        best_class, probability = _decoded(session, np.ascontiguousarray(x_NCHW), published)
-        return lines_task.decode(best_class[0], probability[0], labels)[0]
+        answers = session.run({"x": np.ascontiguousarray(x_NCHW)})
+        return lines_task.decode(answers["index"][0], answers["probability"][0], labels)[0]
 
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(read, lines))
 
 
-def _decoded(session: Session, x_NCHW: Array, published: bool) -> tuple[Array, Array]:
-    outputs = _run(session, x_NCHW)
-    if published:
-        (softmax,) = outputs.values()
-        return ctc_head_of_softmax(softmax)
-    return outputs["index"], outputs["probability"]
+def read_pages(
+    sessions: Mapping[str, Session],
+    pages: Sequence[Page],
+    settings: Mapping[str, Any],
+    labels: Sequence[str],
+    threads: int,
+) -> list[list[str]]:
+    """What the reading task with these graphs (`det`, `cls`, `rec`) reads on each page, line by line."""
+    task = Reading(settings, labels)
+
+    def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        return sessions[graph].run(inputs)
+
+    with ThreadPoolExecutor(threads) as pool:
+        answers = pool.map(lambda page: task.predict(page.picture, run)["lines"], pages)
+        return [[str(line["text"]) for line in lines] for lines in answers]
 
 
-def accuracy(lines: Sequence[Line], read: Sequence[str]) -> Accuracy:
-    """Exact match and character error rate of what was `read`."""
-    exact, cer = text.exact_and_cer(_pairs(lines, read))
-    return Accuracy(round(exact, _DIGITS), round(cer, _DIGITS), len(lines))
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What one reading got wrong, item by item: `wrong` of `size`, both float64 [items]."""
+
+    wrong: Array
+    size: Array
+
+    @property
+    def share(self) -> float:
+        """Wrong of all."""
+        return float(self.wrong.sum() / max(self.size.sum(), 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How much more another reading of the same items gets wrong than the original, as shares of all."""
+
+    original: float
+    packed: float
+    low: float
+    """Of the 95 % interval of packed minus original."""
+    high: float
+    standard_error: float
+
+    @classmethod
+    def of(cls, original: Counted, packed: Counted) -> Difference:
+        """Compare two readings of the same items."""
+        items = len(original.size)
+        drawn = np.random.default_rng(0).integers(items, size=(_RESAMPLES, items))
+        size = original.size[drawn].sum(axis=1)
+        samples = (packed.wrong - original.wrong)[drawn].sum(axis=1) / np.maximum(size, 1)
+        low, high = np.percentile(samples, [2.5, 97.5])
+        least = 1 / max(original.size.sum(), 1)
+        error = max(float(samples.std()), float(least))
+        return cls(*(round(float(one), _DIGITS) for one in (original.share, packed.share, low, high, error)))
+
+    def check(self, name: str, limit: float, on: str) -> Check:
+        """Hold the difference against `limit` of the recipe, called `name`; `on` says what was counted."""
+        more = round(self.packed - self.original, _DIGITS)
+        return Check(name, limit, more, more <= limit, on, (self.low, self.high), limit >= self.standard_error)
+
+
+def missed(lines: Sequence[Line], read: Sequence[str]) -> Counted:
+    """Lines that were not read exactly."""
+    return Counted(np.array([float(label != text) for label, text in _pairs(lines, read)]), np.ones(len(lines)))
+
+
+def mistaken(lines: Sequence[Line], read: Sequence[str]) -> Counted:
+    """Characters to correct, of those in the labels."""
+    pairs = _pairs(lines, read)
+    return Counted(
+        np.array([float(text.edit_distance(*pair)) for pair in pairs]),
+        np.array([float(len(label)) for label, _ in pairs]),
+    )
+
+
+def overlooked(pages: Sequence[Page], read: Sequence[Sequence[str]]) -> Counted:
+    """Labelled texts of pages that were not found."""
+    wrong = [not found for page, lines in zip(pages, read, strict=True) for found in _found(page, lines)]
+    return Counted(np.array(wrong, np.float64), np.ones(len(wrong)))
+
+
+def _found(page: Page, lines: Sequence[str]) -> list[bool]:
+    read = [text.normalise(line, page.source) for line in lines]
+    labels = [text.normalise(label, page.source) for label in page.texts]
+    return [
+        any(label in line or _close(label, line) for line in read)
+        for label in labels
+        if len(label) >= _LEAST_CHARACTERS
+    ]
+
+
+def _close(label: str, line: str) -> bool:
+    most = _FAR * len(label)
+    return abs(len(label) - len(line)) <= most and text.edit_distance(label, line) <= most
 
 
 def _pairs(lines: Sequence[Line], read: Sequence[str]) -> list[tuple[str, str]]:
+    """Label and reading of each line, normalised."""
     return [
-        (text.normalise(line.text, text.source_of(line.file)), text.normalise(one, text.source_of(line.file)))
+        (text.normalise(line.text, line.source), text.normalise(one, line.source))
         for line, one in zip(lines, read, strict=True)
     ]
 
 
-def compare(lines: Sequence[Line], original: Sequence[str], packed: Sequence[str]) -> dict[str, Any]:
-    """The report that `provision verify --json` prints; shares between 0 and 1.
+def accuracy(lines: Sequence[Line], read: Sequence[str]) -> Accuracy:
+    """Exact match and character error rate of what was `read`.
 
-    `agreement` is the share of lines on which both read the same normalised text. `interval` is the 95 % interval of
-    packed minus original, by the bootstrap over lines (Efron 1979) with a fixed seed: lines are drawn in
-    pairs, because both read the same ones. `resolved` tells whether the lines are enough to see one point:
-    one standard error of the difference of exact match is below 0.01.
+    Where no label has a character, the error rate is the number of characters that were read all the same.
     """
-    one, other = _pairs(lines, original), _pairs(lines, packed)
-    samples = _resampled_differences(one, other)
-    low, high = np.percentile(samples, [2.5, 97.5], axis=0).round(_DIGITS).tolist()
-    sources = [text.source_of(line.file) for line in lines]
-    by_source = {}
-    for source in sorted(set(sources)):
-        chosen = [i for i, its in enumerate(sources) if its == source]
-        by_source[source] = {
+    exact, cer = 1 - missed(lines, read).share, mistaken(lines, read).share
+    return Accuracy(round(exact, _DIGITS), round(cer, _DIGITS), len(lines))
+
+
+def compare(lines: Sequence[Line], original: Sequence[str], packed: Sequence[str]) -> dict[str, Any]:
+    """Two readings of the same lines; shares between 0 and 1, only CER may pass 1.
+
+    `agreement` is the share of lines on which both read the same normalised text, `interval` the 95 % interval of
+    packed minus original. `resolved` tells whether the lines are enough to see one point: one
+    standard error of the difference of exact match is no more than 0.01.
+    """
+    exact, cer = (Difference.of(count(lines, original), count(lines, packed)) for count in (missed, mistaken))
+    same = [one[1] == other[1] for one, other in zip(_pairs(lines, original), _pairs(lines, packed), strict=True)]
+    by_source = {
+        source: {
             name: schema.dump(accuracy([lines[i] for i in chosen], [read[i] for i in chosen]))
             for name, read in (("original", original), ("packed", packed))
         }
+        for source, chosen in _by_source(lines).items()
+    }
     return {
         "original": schema.dump(accuracy(lines, original)),
         "packed": schema.dump(accuracy(lines, packed)),
-        "agreement": round(float(np.mean([a[1] == b[1] for a, b in zip(one, other, strict=True)])), _DIGITS),
-        "interval": {"exact": [low[0], high[0]], "cer": [low[1], high[1]]},
-        "resolved": bool(samples[:, 0].std() < _POINT),
+        "agreement": round(float(np.mean(same)), _DIGITS),
+        # `exact` counts what was missed; more missed is less exact
+        "interval": {"exact": [0.0 - exact.high, 0.0 - exact.low], "cer": [cer.low, cer.high]},
+        "standard_error": {"exact": exact.standard_error, "cer": cer.standard_error},
+        "resolved": exact.standard_error <= _POINT,
         "by_source": by_source,
     }
 
 
-def _resampled_differences(one: Sequence[tuple[str, str]], other: Sequence[tuple[str, str]]) -> Array:
-    """Differences (exact, CER) of `other` minus `one` [resamples, 2], each over lines drawn with replacement."""
-    wrong = np.array([[label != read for label, read in pairs] for pairs in (one, other)], np.float64)
-    distance = np.array([[text.edit_distance(label, read) for label, read in pairs] for pairs in (one, other)])
-    length = np.array([len(label) for label, _ in one])
-    drawn = np.random.default_rng(0).integers(len(one), size=(_RESAMPLES, len(one)))
-    exact = (wrong[0] - wrong[1])[drawn].mean(axis=1)
-    cer = (distance[1] - distance[0])[drawn].sum(axis=1) / np.maximum(length[drawn].sum(axis=1), 1)
-    return np.stack([exact, cer], axis=1)
+def compare_pages(
+    pages: Sequence[Page], original: Sequence[Sequence[str]], packed: Sequence[Sequence[str]]
+) -> dict[str, Any] | None:
+    """Two readings of the same pages: shares of the labelled texts found; None when no text is labelled there."""
+    one, other = overlooked(pages, original), overlooked(pages, packed)
+    if not len(one.size):
+        return None
+    difference = Difference.of(one, other)
+    return {
+        "original": _found_share(one),
+        "packed": _found_share(other),
+        "interval": {"found": [0.0 - difference.high, 0.0 - difference.low]},
+        "standard_error": {"found": difference.standard_error},
+        "by_source": {
+            source: {
+                name: _found_share(overlooked([pages[i] for i in chosen], [read[i] for i in chosen]))
+                for name, read in (("original", original), ("packed", packed))
+            }
+            for source, chosen in _by_source(pages).items()
+        },
+    }
+
+
+def _found_share(counted: Counted) -> dict[str, Any]:
+    return {"found": round(1 - counted.share, _DIGITS), "lines": len(counted.size)}
+
+
+def _by_source(pictures: Iterable[Line | Page]) -> dict[str, list[int]]:
+    """Indices of pictures by their source, sources in alphabetical order."""
+    found: dict[str, list[int]] = {}
+    for i, picture in enumerate(pictures):
+        found.setdefault(picture.source, []).append(i)
+    return dict(sorted(found.items()))
 
 
 def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> Agreement:
@@ -163,10 +283,5 @@ def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Ar
 
 
 def _only(session: Session, inputs: Mapping[str, Array]) -> Array:
-    (output,) = _run(session, inputs["x"]).values()
+    (output,) = session.run(inputs).values()
     return output
-
-
-def _run(session: Session, x_NCHW: Array) -> dict[str, Array]:
-    """All outputs; a checkpoint as published may call its input anything."""
-    return session.run({session.spec.inputs[0].name: x_NCHW})

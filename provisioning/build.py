@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from appliance.runtime import Runtime, choose
+from appliance.runtime import Runtime, Session, choose
 from models import schema
-from models.bundle import Accuracy, Agreement, Source, Step
+from models.bundle import Accuracy, Agreement, Check, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
 from models.folder import pack_arrays, unpack_arrays
 from models.spec import Array
@@ -38,6 +38,7 @@ class BuiltVariant:
     content: bytes
     accuracy: Accuracy | None
     agreement: Agreement | None
+    checks: tuple[Check, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,12 @@ class BuiltGraph:
 
     role: str
     source: Source
+    published: bytes
     variants: Mapping[str, BuiltVariant]
     original: Accuracy | None
     left_out: Mapping[str, str]
+    verdicts: Mapping[str, Verdict]
+    """Of every precision that was tried."""
     example: Mapping[str, Array]
     """An input made of calibration data."""
 
@@ -63,6 +67,26 @@ class Built:
     data_sha256: Mapping[str, str]
     tools: Mapping[str, str]
     steps: Sequence[Step]
+    runtime: Runtime
+    """Holds open what the gate has opened."""
+    notes: Mapping[str, str]
+    """What passes have to say, for the report."""
+
+
+class Keeping:
+    """A runtime that opens each graph once and keeps it open, for those who open the same graphs in turn."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        """Open with `runtime`."""
+        self.name = runtime.name
+        self._runtime = runtime
+        self._open: dict[tuple[bytes, int], Session] = {}
+
+    def open(self, graph: bytes, *, threads: int) -> Session:
+        """See `Runtime.open`."""
+        if (graph, threads) not in self._open:
+            self._open[graph, threads] = self._runtime.open(graph, threads=threads)
+        return self._open[graph, threads]
 
 
 def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report) -> Built:
@@ -80,14 +104,15 @@ def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report
     report("reading labelled data")
     file = data.splits_for_build(folder, recipe.default_data)
     splits = {split: data.load(folder, split, file) for split in ("calibrate", "gate")}
+    data.require_lines(folder, splits)
     room = _Room(steps, choose(RUNTIME), recipe, splits, precision)
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
     labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
-    graphs = {name: room.build(name, contents[name], labels.split("\n")) for name in recipe.recipe.graphs}
+    graphs = {name: room.build(name, contents, labels.split("\n")) for name in recipe.recipe.graphs}
     if steps.done_before:
         report(f"{steps.done_before} steps done before")
     digests = {split: its.sha256 for split, its in splits.items()}
-    return Built(recipe, graphs, labels, digests, steps.tools, steps.done)
+    return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept, room.notes)
 
 
 @dataclass(slots=True)
@@ -100,8 +125,12 @@ class _Room:
     splits: Mapping[str, data.Split]
     precision: str
     settings: ReadingSettings = field(init=False)
+    kept: Keeping = field(init=False)
+    notes: dict[str, str] = field(default_factory=dict)
+    """What passes have to say, for the report."""
 
     def __post_init__(self) -> None:
+        self.kept = Keeping(self.runtime)
         task = self.file.recipe.task
         try:
             self.settings = schema.load(ReadingSettings, dict(task.settings) if task.kind == "reading" else {})
@@ -115,7 +144,7 @@ class _Room:
 
     def fetch(self, name: str) -> bytes:
         source = self.source(name)
-        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source))
+        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source))
 
     def labels(self, name: str, content: bytes) -> str:
         key = self.file.recipe.graphs[name].labels
@@ -123,29 +152,34 @@ class _Room:
             return ""
         return self.steps.run("labels", name, "", [content], key, lambda: _labels(content, key)).decode()
 
-    def build(self, name: str, content: bytes, labels: Sequence[str]) -> BuiltGraph:
+    def build(self, name: str, published: Mapping[str, bytes], labels: Sequence[str]) -> BuiltGraph:
         graph = self.file.recipe.graphs[name]
         calibration = data.inputs(graph.role, self.splits["calibrate"], self.settings)
-        gate = Gate(self.steps, self.runtime, self.splits["gate"], self.settings, labels, name, graph, content)
-        fp32 = self._fp32(name, graph, content)
+        gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
+        fp32 = self._fp32(name, graph, published[name])
         original = gate.original()
         made: dict[str, bytes] = {}
         verdicts: dict[str, Verdict] = {}
         for precision in self._candidates(graph):
             made[precision] = fp32 if precision == "fp32" else self._int8(name, graph, fp32, calibration)
-            verdicts[precision] = gate.judge(precision, made[precision], original)
+            verdicts[precision] = gate.judge(precision, made[precision])
+            if graph.gate.found_drop is not None and not verdicts[precision].comparison:
+                self.notes[f"{name}: found_drop"] = (
+                    "not measured, because no page of the gate split has a labelled text"
+                )
             if self.precision != "auto" and not verdicts[precision].reason:
                 break
         left_out = {precision: verdict.reason for precision, verdict in verdicts.items() if verdict.reason}
         variants = {
-            precision: BuiltVariant(made[precision], verdict.accuracy, verdict.agreement)
+            precision: BuiltVariant(made[precision], verdict.accuracy, verdict.agreement, verdict.checks)
             for precision, verdict in verdicts.items()
             if not verdict.reason
         }
         if not variants:
             msg = f"graph {name} has no precision left: " + "; ".join(f"{one}: {why}" for one, why in left_out.items())
             raise GateFailed(msg)
-        return BuiltGraph(graph.role, self.source(name), variants, original, left_out, _example(calibration))
+        source, example = self.source(name), _example(calibration)
+        return BuiltGraph(graph.role, source, published[name], variants, original, left_out, verdicts, example)
 
     def _candidates(self, graph: GraphRecipe) -> list[str]:
         """Precisions to try: all of the recipe, or the one that is wanted and after it float."""
@@ -175,10 +209,20 @@ class _Room:
 
         seen = watch(fp32)
         share = int8.share
-        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share))
+        even = self.steps.run("equalise", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[0])
+        alone = self.steps.run("left_alone", name, "int8", [fp32, seen], share, lambda: _equalise(fp32, seen, share)[1])
+        self.notes[f"{name} int8: tensors not equalised"] = alone.decode() or "none"
         seen = watch(even)
         first = int8.float_first
         return self.steps.run("quantize", name, "int8", [even, seen], first, lambda: _quantize(even, seen, first))
+
+
+def _fetch(source: Source) -> bytes:
+    from provisioning import admit  # noqa: PLC0415 - see _labels
+
+    content = sources.fetch(source)
+    admit.admit(content, f"{source.file} of {source.package}")
+    return content
 
 
 def _labels(content: bytes, key: str) -> bytes:
@@ -227,13 +271,18 @@ def _seen(content: bytes, what: str) -> dict[str, Array]:
     }
 
 
-def _equalise(content: bytes, seen: bytes, share: float) -> bytes:
+def _equalise(content: bytes, seen: bytes, share: float) -> tuple[bytes, bytes]:
+    """The equalised graph, and in words which tensors were left alone for what reason."""
     from provisioning import passes  # noqa: PLC0415 - see _labels
     from provisioning.passes import equalise  # noqa: PLC0415
 
     model = passes.load(content, "the graph")
-    equalise.equalise(model, _seen(seen, "low"), _seen(seen, "high"), share)
-    return passes.save(model)
+    left_alone = equalise.equalise(model, _seen(seen, "low"), _seen(seen, "high"), share)
+    by_reason: dict[str, list[str]] = {}
+    for tensor, reason in left_alone.items():
+        by_reason.setdefault(reason, []).append(tensor)
+    words = "; ".join(f"{', '.join(tensors)} ({reason})" for reason, tensors in by_reason.items())
+    return passes.save(model), words.encode()
 
 
 def _quantize(content: bytes, seen: bytes, float_first: int) -> bytes:

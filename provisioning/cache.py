@@ -18,7 +18,7 @@ class Cache:
 
     def __init__(self, folder: Path | None) -> None:
         """Use `folder`, which need not exist."""
-        self._folder = folder
+        self.folder = folder
 
     @classmethod
     def of_user(cls) -> Cache:
@@ -28,20 +28,20 @@ class Cache:
 
     def get(self, key: str) -> bytes | None:
         """The content kept under `key`, or None."""
-        if self._folder is None:
+        if self.folder is None:
             return None
         try:
-            digest, _, content = (self._folder / key).read_bytes().partition(b"\n")
+            digest, _, content = (self.folder / key).read_bytes().partition(b"\n")
         except OSError:
             return None
         return content if digest.decode("ascii", "replace") == hashlib.sha256(content).hexdigest() else None
 
     def put(self, key: str, content: bytes) -> None:
         """Keep `content` under `key`, if it can be kept."""
-        if self._folder is None:
+        if self.folder is None:
             return
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / key, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_file(self.folder / key, hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
         except OSError:
             return

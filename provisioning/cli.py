@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 refused or failed with a reason, 2 wrong usage.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance import __version__
-from models.errors import ApplianceError, ConfigError
+from models.engine import BACKENDS, BUILD_CHECK
+from models.engine import TARGETS as ENGINE_TARGETS
+from models.errors import ApplianceError, ConfigError, WorkshopError
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -38,6 +41,7 @@ _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 TARGETS = ("cpu",)
+_MIB = 2**20
 
 
 class Precision(str, Enum):
@@ -59,6 +63,7 @@ def _epilog(example: str) -> str:
 
 def main() -> None:
     """Run the command line."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both interrupt, so that nothing half-written stays
     try:
         app()
     except ApplianceError as error:
@@ -97,12 +102,18 @@ def _progress() -> Iterator[Any]:
 
     with _err.status("starting") as status:  # animated on a terminal only
 
-        def report(text: str) -> None:
-            finish()
-            started.append((text, time.monotonic()))
+        def report(text: str, *, within: bool = False) -> None:
+            """`within` a step, its state is shown, and no line is printed."""
             status.update(text)
+            if not within:
+                finish()
+                started.append((text, time.monotonic()))
 
-        yield report
+        try:
+            yield report
+        except KeyboardInterrupt as error:
+            msg = "interrupted: nothing was written, and an earlier result stands as it was"
+            raise WorkshopError(msg) from error
         finish()
 
 
@@ -150,36 +161,100 @@ def verify(
     precision: Annotated[Precision, typer.Option(help="Which to verify; auto: what would be served.")] = Precision.auto,
     split: Annotated[str, typer.Option(help="calibrate, tune, gate, or all.")] = "gate",
     splits: Annotated[Path | None, typer.Option("--splits", help="splits.tsv, for data that has none.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Write the report, with plots, as HTML.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Read labelled lines with the original and with the bundle, and compare."""
+    """Read labelled lines and pages with the original and with the bundle, and compare."""
     from appliance.runtime import choose  # noqa: PLC0415 - see the top
-    from models.folder import BundleFolder  # noqa: PLC0415
-    from provisioning import accuracy, steps  # noqa: PLC0415
+    from models.folder import BundleFolder, write_file  # noqa: PLC0415
     from provisioning import data as labelled  # noqa: PLC0415
+    from provisioning import steps  # noqa: PLC0415
+    from provisioning.gate import said  # noqa: PLC0415
+    from provisioning.verify import verify as compare  # noqa: PLC0415
 
-    folder = BundleFolder(bundle)
+    if report_file and not report_file.absolute().parent.is_dir():
+        msg = f"{report_file.absolute().parent} is no folder: make it, or give another file with --report"
+        raise ConfigError(msg)
+    folder, project = BundleFolder(bundle), labelled.default_folder()
     with _progress() as report:
         report("reading labelled data")
-        lines = labelled.load(data or labelled.default_folder(), split, splits).lines
-        report(f"reading {len(lines)} lines with the original and with the bundle")
-        result = accuracy.verify(folder, lines, precision.value, choose(steps.RUNTIME), steps.THREADS)
+        chosen = labelled.load(data or project, split, splits, project)
+        found = compare(folder, chosen, precision.value, choose(steps.RUNTIME), steps.THREADS, report)
+    if report_file:
+        write_file(report_file, found.report.to_html().encode())
     if as_json:
-        _print_json(result)
+        _print_json(found.result)
         return
-    table = Table("", "exact", "CER", "lines")
-    for what in ("original", "packed"):
-        table.add_row(what, *_accuracy_cells(result[what]), end_section=what == "packed")
-    for source, both in result["by_source"].items():
-        for what, one in both.items():
-            table.add_row(f"{source}, {what}", *_accuracy_cells(one))
+    _print_verified(found.result)
+    for label, check in found.report.checks:
+        _out.print(f"{label}: {'within its limit' if check.met else 'OUTSIDE its limit'}: {said(check)}")
+    if report_file:
+        _out.print(f"report: {report_file}")
+
+
+def _print_verified(result: Mapping[str, Any]) -> None:
+    lines, pages = result["packed"]["lines"], result["pages"]
+    if result["data"]["left_out"]:
+        _out.print(
+            f"{result['data']['left_out']} lines and pages of other splits are not scored; --split all scores them"
+        )
+    if lines:
+        table = Table("", "exact", "CER", "lines")
+        for what in ("original", "packed"):
+            table.add_row(what, *_accuracy_cells(result[what]), end_section=what == "packed")
+        for source, both in result["by_source"].items():
+            for what, one in both.items():
+                table.add_row(f"{source}, {what}", *_accuracy_cells(one))
+        _out.print(table)
+        low, high = result["interval"]["exact"]
+        note = "" if result["resolved"] else f"; a difference of one point is not resolved by {lines} lines"
+        _out.print(
+            f"{result['graph']} in {result['precision']}: both read the same on {result['agreement']:.1%} of the "
+            f"lines; exact match changed by {low:+.1%} to {high:+.1%} (95 % interval){note}"
+        )
+    if pages:
+        shares = ", ".join(f"{what} {pages[what]['found']:.1%}" for what in ("original", "detector", "packed"))
+        _out.print(f"of {pages['packed']['lines']} labelled texts on {pages['pages']} pages found: {shares}")
+    for name, latency_ms in result["latency_ms"].items():
+        size_bytes = result["size_bytes"][name]
+        costs = (f"{one} {ms:.1f} ms, {size_bytes[one] / 1e6:.2f} MB" for one, ms in latency_ms.items())
+        _out.print(f"{name}: " + "; ".join(costs))
+
+
+@app.command(name="compile", epilog=_epilog("provision compile ppocr-v4 --target rtx --backend tensorrt-rtx"))
+def compile_(
+    bundle: Bundle,
+    target: Annotated[str, typer.Option(help="What to compile for: " + ", ".join(ENGINE_TARGETS))],
+    backend: Annotated[str, typer.Option(help="auto (what is installed), " + " or ".join(BACKENDS))] = "auto",
+    precision: Annotated[Precision, typer.Option(help="auto: every precision of each graph.")] = Precision.auto,
+    workspace_mib: Annotated[int, typer.Option(min=1, help="Device memory that a kernel may use as it runs.")] = 1024,
+    time_limit_s: Annotated[float, typer.Option(min=1, help="A build that takes longer is stopped.")] = 1800,
+    memory_limit_mib: Annotated[int, typer.Option(min=1, help="A build that holds more RAM is stopped.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Compile the graphs of a bundle into engines for one kind of device, each with its passport."""
+    from models.folder import BundleFolder  # noqa: PLC0415 - see the top
+    from provisioning import engines  # noqa: PLC0415
+    from provisioning.cache import Cache  # noqa: PLC0415
+    from provisioning.engines.child import Limits  # noqa: PLC0415
+
+    limits = Limits(time_limit_s, memory_limit_mib * _MIB)
+    wish = engines.Wish(target, backend, precision.value, workspace_mib * _MIB, limits)
+    with _progress() as report:
+        made = engines.compile_bundle(BundleFolder(bundle), wish, Cache.of_user(), report)
+    if as_json:
+        _print_json({"target": target, "engines": [one.to_json() for one in made]})
+        return
+    table = Table("graph", "precision", "MB", "s", "MiB in RAM", "valid for", "purpose", box=box.SIMPLE)
+    for one in made:
+        passport, facts = one.passport, one.passport.valid_for
+        size, memory = f"{passport.plan.size_bytes / 1e6:.2f}", str(one.built.memory_bytes // _MIB)
+        valid = f"SM {facts.sm}, {facts.backend} {facts.version} {facts.module}".strip()
+        row = (passport.graph, passport.precision, size, f"{one.built.seconds:.1f}", memory, valid, passport.purpose)
+        table.add_row(*row)
     _out.print(table)
-    low, high = result["interval"]["exact"]
-    note = "" if result["resolved"] else f"; a difference of one point is not resolved by {len(lines)} lines"
-    _out.print(
-        f"{result['graph']} in {result['precision']}: both read the same on {result['agreement']:.1%} of the lines; "
-        f"exact match changed by {low:+.1%} to {high:+.1%} (95 % interval){note}"
-    )
+    if any(one.passport.purpose == BUILD_CHECK for one in made):
+        _out.print(f"{BUILD_CHECK}: shows that the graphs compile; never executed, and not served unless asked for")
 
 
 def _accuracy_cells(measured: dict[str, Any]) -> tuple[str, str, str]:
@@ -193,7 +268,7 @@ def _print_json(value: object) -> None:
 def _show(path: Path, as_json: bool) -> None:
     """Check and print what a bundle holds; raises BundleError when any of it is damaged."""
     from models import schema  # noqa: PLC0415 - see the top
-    from models.folder import BundleFolder  # noqa: PLC0415
+    from models.folder import REPORTS, BundleFolder  # noqa: PLC0415
 
     folder = BundleFolder(path)
     folder.check_content()
@@ -209,6 +284,8 @@ def _show(path: Path, as_json: bool) -> None:
     for source in manifest.provenance.sources:
         _out.print(f"from {source.package} {source.version}: {source.file}, sha256 {source.sha256[:12]}...")
     _out.print(f"made in {len(manifest.provenance.steps)} steps with {_listed(manifest.provenance.tools)}")
+    if (path / REPORTS[0]).exists():
+        _out.print(f"report of the gate, with plots: {path / REPORTS[0]}")
 
 
 def _print_graphs(graphs: Mapping[str, Graph], measured: Measurements | None) -> None:

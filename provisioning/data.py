@@ -2,14 +2,16 @@
 
 A folder holds
 
-    lines/labels.tsv     file<TAB>text, pictures beside it       needed
-    lines/sources.tsv    file<TAB>origin: the page, photo or plate a line was cut from
-    pages/labels.jsonl   an object a page with at least `file` and `source` (its origin)
+    lines/labels.tsv     file<TAB>text, pictures beside it
+    lines/sources.tsv    file<TAB>source/origin: the page, photo or plate a line was cut from
+    pages/labels.jsonl   an object a page: `file`, `source` (its source/origin), `lines`, each with `text` and `ignore`
     splits.tsv           origin<TAB>calibrate|tune|gate
 
-Calibration data shapes a model and is never scored; gate data is scored and never shapes one. So a build needs splits,
-its folder's own or the project's, which know every origin of the larger set that the project's data is a part of.
-To measure, every line and page of a folder without splits counts.
+Lines or pages must be there, everything else may be missing; pictures are JPEG or PNG. Calibration data shapes a model
+and is never scored; gate data is scored and never shapes one. So a build needs lines and splits, its folder's own or
+the project's, which know every origin of the larger set that the project's data is a part of.
+To measure a folder without splits every line and page counts, but for those whose origin is in another split of
+the project: a build may have seen them.
 """
 
 from __future__ import annotations
@@ -18,18 +20,20 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
 from models.errors import CallerError, SourceError
 from models.spec import Array
 from models.tasks import lines as lines_task
-from models.tasks import picture, reading
+from models.tasks import picture, reading, text
 
 ALL = "all"
 DEFAULT = Path("tests/data/ocr")
 """Where a project keeps its labelled data."""
+_UNREADABLE = "###"
+"""What ICDAR labels a word with that its publishers could not read."""
 _MAX_PIXELS = 50_000_000
 _DETECT_EVERY = 4
 """Without pages to calibrate with, every so many of the lines are shown to the detector as if they were pages."""
@@ -42,6 +46,18 @@ class Line:
     file: str
     picture: Array
     text: str
+    source: str
+    """What kind of picture it is: "sroie"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A picture of a whole page (uint8 BGR, [H, W, C]) with the texts that can be read on it."""
+
+    file: str
+    picture: Array
+    texts: tuple[str, ...]
+    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +65,11 @@ class Split:
     """One split of a folder."""
 
     lines: tuple[Line, ...]
-    pages: tuple[Array, ...]
+    pages: tuple[Page, ...]
     sha256: str
     """Digest of names, labels and picture files."""
+    left_out: int = 0
+    """Lines and pages of the folder that are in another split."""
 
 
 def default_folder() -> Path:
@@ -75,65 +93,99 @@ def splits_for_build(folder: Path, project: Path) -> Path:
     raise SourceError(msg)
 
 
-def load(folder: Path, split: str, splits_file: Path | None = None) -> Split:
+def load(folder: Path, split: str, splits_file: Path | None = None, project: Path | None = None) -> Split:
     """Read the lines and pages of `split` ("all" for every one); raises SourceError naming what is wrong.
 
-    `splits_file` is the folder's own splits.tsv when None; without any, every line and page belongs to every split.
+    Splits are those of `splits_file`, of the folder's own splits.tsv, or of the data folder of `project`, whichever is
+    there first; in the last, what is of an unknown origin is in every split.
     """
-    splits = dict(_rows(splits_file or folder / "splits.tsv", optional=splits_file is None))
+    own = splits_file or folder / "splits.tsv"
+    theirs = project / "splits.tsv" if project and splits_file is None and not own.exists() else None
+    splits = dict(_rows(theirs or own, optional=splits_file is None))
     origins = dict(_rows(folder / "lines" / "sources.tsv", optional=True))
 
     def wanted(origin: str) -> bool:
-        return split == ALL or not splits or splits.get(origin) == split
+        return split == ALL or not splits or splits.get(origin, split if theirs else "") == split
 
     digest = hashlib.sha256()
+    documents = _pages(folder / "pages" / "labels.jsonl")
+    rows = _rows(folder / "lines" / "labels.tsv", optional=bool(documents))
     lines = []
-    for file, text in _rows(folder / "lines" / "labels.tsv"):
-        if wanted(origins.get(file, "")):
-            lines.append(Line(file, _picture(folder / "lines" / file, digest.update), text))
-            digest.update(f"{file}\t{text}\n".encode())
-    if not lines:
+    for file, label in rows:
+        origin = origins.get(file, "")
+        if wanted(origin):
+            lines.append(Line(file, _picture(folder / "lines" / file, digest.update), label, _source(origin, file)))
+            digest.update(f"{file}\t{label}\n".encode())
+    pages = []
+    for file, origin, texts in documents:
+        if wanted(origin):
+            pages.append(Page(file, _picture(folder / "pages" / file, digest.update), texts, _source(origin, file)))
+            digest.update(f"{file}\t{json.dumps(texts)}\n".encode())
+    if not lines and not pages:
         msg = f"{folder} has no line of split {split!r}: check lines/sources.tsv and splits.tsv, or use --split all"
         raise SourceError(msg)
-    pages = []
-    for file, origin in _pages(folder / "pages" / "labels.jsonl"):
-        if wanted(origin):
-            pages.append(_picture(folder / "pages" / file, digest.update))
-            digest.update(f"{file}\n".encode())
-    return Split(tuple(lines), tuple(pages), digest.hexdigest())
+    return Split(tuple(lines), tuple(pages), digest.hexdigest(), len(rows) + len(documents) - len(lines) - len(pages))
+
+
+def require_lines(folder: Path, splits: Mapping[str, Split]) -> None:
+    """Raise SourceError unless each of `splits`, by name, has lines: what shapes and judges a recogniser."""
+    for name, split in splits.items():
+        if not split.lines:
+            msg = f"{folder} has no line of split {name!r}: check lines/sources.tsv and splits.tsv"
+            raise SourceError(msg)
+
+
+def _source(origin: str, file: str) -> str:
+    """Source of a picture: the first part of its origin or else of its name; "other" when neither has parts."""
+    source, slash, _ = origin.partition("/")
+    if slash and source:
+        return source
+    name = PurePosixPath(file).name
+    return text.source_of(name) or "other" if "_" in name else "other"
 
 
 def _rows(path: Path, *, optional: bool = False) -> list[tuple[str, str]]:
-    """Pairs of a file of two columns."""
+    """Pairs of a file of two columns; empty rows say nothing."""
     if optional and not path.exists():
         return []
     rows = []
     for number, row in enumerate(_text(path), start=1):
         left, tab, right = row.partition("\t")
+        if not row.strip():
+            continue
         if not tab or not left:
-            msg = f"{path}:{number} is not two columns with a tab between"
+            msg = f"{path}:{number} is not two columns with a tab between: correct that row"
             raise SourceError(msg)
         rows.append((left, right))
     return rows
 
 
-def _pages(path: Path) -> list[tuple[str, str]]:
-    """File and origin of each page; pages are optional."""
+def _pages(path: Path) -> list[tuple[str, str, tuple[str, ...]]]:
+    """File, origin and readable texts of each page; pages are optional."""
     if not path.exists():
         return []
-    try:
-        pages = [json.loads(row) for row in _text(path)]
-        return [(str(page["file"]), str(page.get("source", ""))) for page in pages]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{path} is not one JSON object with a file name a line ({error})"
-        raise SourceError(msg) from error
+    pages = []
+    for number, row in enumerate(_text(path), start=1):
+        if not row.strip():
+            continue
+        try:
+            page = json.loads(row)
+            lines = [
+                line for line in page.get("lines") or () if not line.get("ignore") and line.get("text") != _UNREADABLE
+            ]
+            texts = tuple(str(line.get("text") or "") for line in lines)
+            pages.append((str(page["file"]), str(page.get("source", "")), texts))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            msg = f"{path}:{number} is not one JSON object with a file name and its lines ({error}): correct that row"
+            raise SourceError(msg) from error
+    return pages
 
 
 def _text(path: Path) -> list[str]:
     """Lines of a text file; a label may hold characters that `str.splitlines` takes for an end of line."""
     try:
-        text = path.read_bytes().decode().replace("\r\n", "\n").removesuffix("\n")
-        return text.split("\n") if text else []
+        content = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n")
+        return content.split("\n") if content else []
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         msg = f"labelled data is needed, but {path} cannot be read ({reason}): give a folder of that layout with --data"
@@ -167,7 +219,7 @@ def inputs(role: str, split: Split, settings: reading.ReadingSettings) -> list[d
         return {"y": np.zeros((count, 1, height, width) if role == "detect" else (count, 2), np.float32)}
 
     if role == "detect":
-        for page in split.pages or pictures[::_DETECT_EVERY]:
+        for page in [page.picture for page in split.pages] or pictures[::_DETECT_EVERY]:
             reading.detect(page, settings, run)
     else:
         for line in pictures:

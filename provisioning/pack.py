@@ -1,20 +1,23 @@
-"""Packs what was built: manifest, golden vectors, labels, and beside them what was measured on this machine."""
+"""Packs what was built: manifest, golden vectors, labels, and beside them the report and what was measured here."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from appliance.runtime import Session, choose
+from appliance.runtime import Session
 from appliance.runtime.machine import machine, time_in_turn
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import ConfigError, WorkshopError
-from models.folder import MANIFEST, pack_arrays, write_bundle
+from models.folder import MANIFEST, REPORTS, pack_arrays, write_bundle
 from models.measurements import Measurements
 from models.spec import ModelSpec
+from provisioning import accuracy
 from provisioning.build import Built, BuiltGraph
-from provisioning.steps import RUNTIME
+from provisioning.report import ORIGINAL, Report
 
 TOLERANCE = {"fp32": (1e-3, 0.0), "int8": (0.1, 0.05)}
 """Precision -> (largest difference of a float output, largest share of differing elements of an integer one).
@@ -50,12 +53,18 @@ def check_folder(path: Path) -> None:
 
 def _only_torn(path: Path) -> bool:
     """Whether the folder holds only what a bundle without its manifest holds: writing was cut short."""
-    return {entry.name for entry in path.iterdir()} <= {"blobs", "measurements", "engines", f".{MANIFEST}.new"}
+    return {entry.name for entry in path.iterdir()} <= {
+        "blobs",
+        "measurements",
+        "engines",
+        *REPORTS,
+        f".{MANIFEST}.new",
+    }
 
 
 def pack(built: Built, path: Path) -> Manifest:
     """Write the bundle of `built` into `path`; raises WorkshopError when it cannot be written."""
-    runtime = choose(RUNTIME)
+    runtime = built.runtime
     blobs: dict[str, bytes] = {}
 
     def keep(content: bytes) -> Blob:
@@ -65,18 +74,24 @@ def pack(built: Built, path: Path) -> Manifest:
 
     graphs: dict[str, Graph] = {}
     latency_ms: dict[str, dict[str, float]] = {}
+    size_bytes: dict[str, dict[str, int]] = {}
     for name, graph in built.graphs.items():
         spec, variants = None, {}
-        sessions: dict[str, Session] = {}
+        sessions: dict[str, Session] = {
+            ORIGINAL: accuracy.Published(runtime.open(graph.published, threads=1)),
+        }
         for precision, built_variant in graph.variants.items():
             session = sessions[precision] = runtime.open(built_variant.content, threads=1)
             outputs = session.run(graph.example)
             tolerance, mismatch = TOLERANCE[precision]
             golden = Golden(keep(pack_arrays(graph.example)), keep(pack_arrays(outputs)), tolerance, mismatch)
             blob = keep(built_variant.content)
-            variants[precision] = Variant(blob, golden, built_variant.accuracy, built_variant.agreement)
+            measured = (built_variant.accuracy, built_variant.agreement, built_variant.checks)
+            variants[precision] = Variant(blob, golden, *measured)
             spec = _with_layout(session.spec, graph)
         latency_ms[name] = time_in_turn(sessions, graph.example, _RUNS)
+        size_bytes[name] = {ORIGINAL: len(graph.published)}
+        size_bytes[name] |= {precision: variant.graph.size_bytes for precision, variant in variants.items()}
         if spec is not None:
             graphs[name] = Graph(spec, variants, graph.original, graph.left_out)
     recipe = built.recipe.recipe
@@ -95,12 +110,56 @@ def pack(built: Built, path: Path) -> Manifest:
             steps=tuple(built.steps),
         ),
     )
+    packed_ms = {
+        name: {one: ms for one, ms in its.items() if one in graphs[name].variants} for name, its in latency_ms.items()
+    }
+    report = _report(built, manifest, latency_ms, size_bytes)
+    contents = (report.to_html(), json.dumps(report.to_json(), indent=1, ensure_ascii=False))
+    reports = {name: content.encode() for name, content in zip(REPORTS, contents, strict=True)}
     try:
-        write_bundle(path, manifest, blobs, {"cpu": Measurements(machine(), latency_ms)})
+        write_bundle(path, manifest, blobs, {"cpu": Measurements(machine(), packed_ms)}, reports)
     except OSError as error:
         msg = f"the bundle cannot be written into {path} ({error.strerror}): make room, or give another with --out"
         raise WorkshopError(msg) from error
     return manifest
+
+
+def _report(
+    built: Built,
+    manifest: Manifest,
+    latency_ms: Mapping[str, Mapping[str, float]],
+    size_bytes: Mapping[str, Mapping[str, float]],
+) -> Report:
+    """What the gate measured of every precision that was tried, the left out ones too."""
+    verdicts = {
+        f"{name} {precision}": (graph.role, verdict)
+        for name, graph in built.graphs.items()
+        for precision, verdict in graph.verdicts.items()
+    }
+    compared = {label: (role, verdict.comparison) for label, (role, verdict) in verdicts.items() if verdict.comparison}
+    sources = (f"{one.file} of {one.package} {one.version}, sha256 {one.sha256}" for one in manifest.provenance.sources)
+    return Report(
+        title=f"{manifest.name} {manifest.version}, as built",
+        facts={
+            "bundle digest": manifest.digest,
+            "recipe": f"sha256 {built.recipe.sha256}",
+            **{f"data, {split}": f"sha256 {sha256}" for split, sha256 in built.data_sha256.items()},
+            "runtime": built.runtime.name,
+            "machine": str(machine()["cpu"]),
+        },
+        lines={label: one for label, (role, one) in compared.items() if role == "recognise"},
+        pages={label: one for label, (role, one) in compared.items() if role == "detect"},
+        checks=[(label, check) for label, (_, verdict) in verdicts.items() for check in verdict.checks],
+        latency_ms=latency_ms,
+        size_bytes=size_bytes,
+        left_out={label: verdict.reason for label, (_, verdict) in verdicts.items() if verdict.reason},
+        notes={
+            "sources": "; ".join(sources),
+            "tools": ", ".join(f"{tool} {version}" for tool, version in built.tools.items()),
+            "steps": f"{len(built.steps)}, each with its digests in manifest.json",
+            **built.notes,
+        },
+    )
 
 
 def _with_layout(spec: ModelSpec, graph: BuiltGraph) -> ModelSpec:

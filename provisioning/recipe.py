@@ -40,10 +40,14 @@ class Gate:
 
     exact_drop: float | None = None
     """Largest fall of exact match on the gate lines."""
+    cer_drop: float | None = None
+    """Largest rise of the character error rate on the gate lines."""
     same_class: float | None = None
     """Smallest share of lines that get the same class."""
     overlap: float | None = None
     """Smallest intersection over union of the text areas found on pages."""
+    found_drop: float | None = None
+    """Largest fall of the share of labelled texts on gate pages that are found, all other graphs as published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,9 @@ def _check(recipe: Recipe, path: Path) -> None:
         if graph.role == "recognise" and "ctc_head" not in graph.passes:
             msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"
             raise SourceError(msg)
+        if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(ROLES):
+            msg = f"recipe {path}: graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
+            raise ConfigError(msg)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
             raise ConfigError(msg)

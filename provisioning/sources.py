@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from importlib import metadata
 
 from models.bundle import Source
 from models.errors import SourceError
+from provisioning.admit import MAX_BYTES
 
 
 def fetch(source: Source) -> bytes:
@@ -30,10 +32,17 @@ def fetch(source: Source) -> bytes:
         raise SourceError(msg)
     try:
         with open(str(distribution.locate_file(source.file)), "rb") as file:  # noqa: PTH123 - may be no pathlib path
-            content = file.read()
+            size_bytes = os.fstat(file.fileno()).st_size
+            content = file.read() if size_bytes <= MAX_BYTES else b""
     except OSError as error:
         msg = f"{source.file} of {source.package} cannot be read ({error.strerror}): install the package again"
         raise SourceError(msg) from error
+    if size_bytes > MAX_BYTES:
+        msg = (
+            f"{source.file} of {source.package} has {size_bytes} bytes, and an ONNX file can hold at most 2 GiB: "
+            "export the model in half precision or in parts"
+        )
+        raise SourceError(msg)
     sha256 = hashlib.sha256(content).hexdigest()
     if sha256 != source.sha256:
         msg = (

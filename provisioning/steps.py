@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from models.bundle import Step
+from models.errors import ApplianceError, WorkshopError
 from provisioning.cache import Cache
 
 Report: TypeAlias = Callable[[str], None]
@@ -20,6 +21,9 @@ TOOLS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "opencv-python
 THREADS = 2
 """Each runs its own samples on one core, so results do not depend on how many there are."""
 
+_SHOWING = ("cli.py", "report.py", "verify.py")
+"""Code that shows what steps have made, and makes nothing."""
+
 
 class Steps:
     """Performs steps once: what was done before with the same inputs, code and tools is taken from the cache."""
@@ -29,6 +33,7 @@ class Steps:
         self.done: list[Step] = []
         self.tools = {tool: metadata.version(tool) for tool in TOOLS}
         self.done_before = 0
+        self._made: dict[tuple[str, ...], bytes] = {}
         self._cache = cache
         self._report = report
         self._code = _digest_of_code()
@@ -48,16 +53,33 @@ class Steps:
         """
         digests = [one if isinstance(one, str) else hashlib.sha256(one).hexdigest() for one in inputs]
         key = _digest([name, digests, settings, self._code, self.tools])
+        if (key, graph, precision) in self._made:
+            return self._made[key, graph, precision]
         content = self._cache.get(key)
         if content is None:
             self._report(f"{graph} {precision}: {name}" if precision else f"{graph}: {name}")
-            content = make()
+            content = _made(make, f"{graph}: {name}")
             self._cache.put(key, content)
         else:
             self.done_before += 1
-        entered = digests[0] if len(digests) == 1 else _digest(digests)
-        self.done.append(Step(name, graph, entered, hashlib.sha256(content).hexdigest(), precision))
+        self._made[key, graph, precision] = content
+        self.done.append(Step(name, graph, tuple(digests), hashlib.sha256(content).hexdigest(), precision))
         return content
+
+
+def _made(make: Callable[[], bytes], what: str) -> bytes:
+    """What `make` makes; a fault of a library becomes one sentence that names the step."""
+    try:
+        return make()
+    except ApplianceError:
+        raise
+    except Exception as error:  # onnx, onnx_ir, onnxscript and numpy raise unrelated types on graphs they cannot take
+        reason = (str(error).strip() or "no reason given").splitlines()[0][:300]
+        msg = (
+            f"step {what} failed on this graph ({type(error).__name__}: {reason}): "
+            "check that onnxruntime runs the checkpoint, or take the pass out of the recipe"
+        )
+        raise WorkshopError(msg) from error
 
 
 def _digest(value: object) -> str:
@@ -67,6 +89,7 @@ def _digest(value: object) -> str:
 def _digest_of_code() -> str:
     """Digest of all code that a step's result may depend on."""
     root = Path(__file__).resolve().parent
-    files = [*root.rglob("*.py"), *(root.parent / "kernels").glob("*.py"), *(root.parent / "models").rglob("*.py")]
+    ours = (file for file in root.rglob("*.py") if file.name not in _SHOWING)
+    files = [*ours, *(root.parent / "kernels").glob("*.py"), *(root.parent / "models").rglob("*.py")]
     files += (root.parent / "appliance" / "runtime").glob("*.py")
     return _digest([hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)])

@@ -6,12 +6,29 @@ A fact that is missing is absent (None), never zero.
 from __future__ import annotations
 
 import ctypes
+import time
 from pathlib import Path
 
 _STA_UNSYNC = 0x0040
 _ADJTIMEX_ERROR = 5
 _TIMEX_BYTES = 208  # sizeof(struct timex) on 64-bit Linux
 _STATUS_OFFSET_BYTES = 40  # modes, offset, freq, maxerror, esterror come before `status`
+
+
+class WallClock:
+    """Unix time, and the step by which a drill pretends that it has jumped."""
+
+    def __init__(self) -> None:
+        """Tell the truth."""
+        self._step_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since 1970."""
+        return time.time() + self._step_s
+
+    def step(self, on: bool, step_s: float) -> None:
+        """Jump by `step_s` from now on, or tell the truth again."""
+        self._step_s = step_s if on else 0.0
 
 
 def clock_synced() -> bool | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import orjson
 import structlog
 from fastapi import FastAPI, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -20,9 +21,11 @@ from appliance.adapters.answers import Json, add_errors
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.metrics import Metrics
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.faults import Injection
 from appliance.memory import ModelState
 from appliance.service import InferRequest, ModelInfo, Origin, Service
-from models.errors import NotReady
+from models import schema
+from models.errors import BadInput, NotReady
 from models.spec import Tensor, pack_bytes
 
 T = TypeVar("T")
@@ -173,6 +176,18 @@ class Door:
             )
             return Json(await _unless_gone(request, self._service.predict(wanted)))
 
+    async def inject(self, request: Request) -> Response:
+        """Break something on purpose, where the operator allows it: `{"fault", "model", "amount", "for_s"}`."""
+        async with self._bodies.of(request) as body:
+            try:
+                injection = schema.load(Injection, orjson.loads(body))
+            except ValueError as error:
+                msg = f"the body is no fault to inject: {error}"
+                raise BadInput(msg) from error
+        self._service.inject(injection)
+        log.info("fault_ordered", fault=injection.fault, model=injection.model, by=request.scope["caller"].name)
+        return Json({"fault": injection.fault, "model": injection.model, "for_s": injection.for_s})
+
     async def page(self) -> Response:
         """The status page."""
         return FileResponse(_PAGE)
@@ -228,6 +243,11 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> FastAPI:
     )(door.predict)
     app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(door.page)
     get("/v1/status", **openapi.answers())(door.status)
+    post(
+        "/v1/faults",
+        **openapi.answers(404, 413, 415, 503),
+        openapi_extra=openapi.json_body(openapi.FAULT_SCHEMA, required=True),
+    )(door.inject)
     get("/metrics", **openapi.answers(content=openapi.TEXT))(door.metrics)
     _refuse_undecided(app)
     return app

@@ -21,6 +21,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.registry import Collector
 
@@ -177,10 +178,34 @@ class _StateCollector(Collector):
             ready.add_metric(names, float(model["ready"]))
             pending.add_metric(names, float(model["waiting"]))
             runtime.add_metric(names, {"runtime": model["runtime"] or "none", "trust": model["trust"]})
-        restarts = CounterMetricFamily("appliance_worker_restarts", "Restarts since start.", labels=_LABELS)
-        for worker in status["workers"]:
-            restarts.add_metric([worker["bundle"], worker["version"]], float(worker["restarts"]))
-        yield from (ready, pending, runtime, restarts)
+        degraded = GaugeMetricFamily("appliance_model_degraded", "1 when on a fallback.", labels=_LABELS)
+        for model in status["models"]:
+            degraded.add_metric([model["name"], model["version"]], float(model["degraded"] is not None))
+        reboot = GaugeMetricFamily("appliance_reboot_wanted", "1 when this device should be started anew.")
+        reboot.add_metric([], float(status["reboot_wanted"] is not None))
+        yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
+
+    @staticmethod
+    def _of_workers(workers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+        by_cause = (*_LABELS, "cause")
+        restarts = CounterMetricFamily("appliance_worker_restarts", "Restarts since start, by cause.", labels=by_cause)
+        faults = CounterMetricFamily("appliance_worker_faults", "Faults since start, by class.", labels=by_cause)
+        rungs = CounterMetricFamily(
+            "appliance_recovery_rungs", "Steps taken against faults, by rung of the ladder.", labels=(*_LABELS, "rung")
+        )
+        recovery = SummaryMetricFamily(
+            "appliance_recovery_seconds", "From a fault to a model that has proven itself again.", labels=by_cause
+        )
+        last = GaugeMetricFamily("appliance_recovery_last_seconds", "The latest of these.", labels=by_cause)
+        for worker in workers:
+            names = [worker["bundle"], worker["version"]]
+            for family, counts in ((restarts, "restarts_by_cause"), (faults, "faults"), (rungs, "rungs")):
+                for kind, count in worker[counts].items():
+                    family.add_metric([*names, kind], float(count))
+            for cause, spent in worker["recoveries"].items():
+                recovery.add_metric([*names, cause], spent["count"], spent["total_s"])
+                last.add_metric([*names, cause], spent["last_s"])
+        yield from (restarts, faults, rungs, recovery, last)
 
 
 def _duration(count: int, seconds: float) -> dict[str, int]:

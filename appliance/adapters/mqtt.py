@@ -13,6 +13,7 @@ callbacks have deadlocked others. Orders are executed on the daemon's event loop
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import queue
 import random
@@ -75,6 +76,7 @@ class Mqtt:
         self._prefix = f"appliance/{service.device_id}"
         self._outbox: queue.SimpleQueue[_Publication] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._cut_off = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._refused: str | None = None
@@ -102,6 +104,14 @@ class Mqtt:
         self._wake()
         await asyncio.to_thread(self._thread.join)
         os.close(self._wake_fd)
+
+    def lose_broker(self, on: bool, _amount: float) -> None:
+        """Fault injection: be cut off from the broker until mended."""
+        if on:
+            self._cut_off.set()
+        else:
+            self._cut_off.clear()
+        self._wake()
 
     def _publish_state(self) -> None:
         """Queue the retained state; runs on the event loop."""
@@ -164,6 +174,8 @@ class Mqtt:
 
     def _session(self) -> None:
         """One connection from CONNECT to its end; raises OSError, or returns with `_fault` set."""
+        if self._cut_off.is_set():
+            raise OSError(errno.ENETUNREACH, "cut off by fault injection")
         client = self._client()
         client.connect(
             self._broker.host,
@@ -175,7 +187,7 @@ class Mqtt:
         announced = False
         try:
             while not self._stopping.is_set():
-                code = self._turn(client)
+                code = MQTTErrorCode.MQTT_ERR_CONN_LOST if self._cut_off.is_set() else self._turn(client)
                 if code is not MQTTErrorCode.MQTT_ERR_SUCCESS:
                     self._fault = self._refused or f"connection lost: {paho.error_string(code)}"
                     return

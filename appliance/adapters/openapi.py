@@ -48,6 +48,16 @@ ORDER_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"parameters": {"type": "object", "properties": {"unload_dependents": {"type": "boolean"}}}},
 }
+FAULT_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["fault"],
+    "properties": {
+        "fault": {"type": "string"},
+        "model": {"type": "string"},
+        "amount": {"type": "number"},
+        "for_s": {"type": "number"},
+    },
+}
 INFER_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["inputs"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -21,7 +22,7 @@ class Store:
 
     def __init__(self, path: Path) -> None:
         """Make and lock `path`; raises ConfigError when it cannot be used or another daemon has it."""
-        self.path = path
+        self.path, self._pretends_full = path, False
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -56,9 +57,15 @@ class Store:
 
     def keep_measurements(self, digest: str, measurements: Measurements) -> None:
         """Remember what `measurements` returns."""
+        if self._pretends_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         path = self._measurements(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_measurements(path, measurements)
+
+    def pretend_full(self, on: bool, _amount: float) -> None:
+        """Fault injection: fail to keep anything, as on a full disk."""
+        self._pretends_full = on
 
     def close(self) -> None:
         """Let another daemon use the folder."""

@@ -1,19 +1,20 @@
 """The hardware seam: what opens a graph here and runs it.
 
-`Runtime` and `Session` are protocols with two full implementations: `null` (no model, for tests and for
-trying the daemon) and `onnx` (onnxruntime). One is chosen by name at start; after that it is an object.
-Both pass the contract suite in tests/contract.
+`Runtime` and `Session` are protocols with three full implementations: `null` (no model, for tests and for
+trying the daemon), `onnx` (onnxruntime) and `tensorrt` (TensorRT, or TensorRT-RTX where a profile asks for it).
+One is chosen by name at start; after that it is an object. All pass the contract suite in tests/contract.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, get_args
 
 from models.errors import ConfigError
 from models.spec import Array, ModelSpec
 
-RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "null"]
+RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "tensorrt", "tensorrt-rtx", "null"]
 
 
 class Session(Protocol):
@@ -41,12 +42,20 @@ class Runtime(Protocol):
         """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
 
 
-def choose(name: str) -> Runtime:
-    """The runtime of that name; only its own libraries are imported. Raises ConfigError for unknown names."""
+def choose(name: str, *, engines: Path | None = None) -> Runtime:
+    """The runtime of that name; only its own libraries are imported.
+
+    `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones.
+    Raises ConfigError for unknown names and missing libraries.
+    """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
         return OnnxRuntime()
+    if name in {"tensorrt", "tensorrt-rtx"}:
+        from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
+
+        return TensorRtRuntime(name, engines)
     if name == "null":
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+import re
 import time
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -18,8 +19,10 @@ _MARKS = ("cpu family", "model", "stepping", "CPU implementer", "CPU variant", "
 _FEATURES = ("flags", "Features")
 
 
-def machine(cpuinfo: str | None = None) -> dict[str, str]:
+def machine(cpuinfo: str | None = None, runtime: str = "onnxruntime-cpu") -> dict[str, str]:
     """What must be the same for measurements to be comparable: the processor, and onnxruntime's version.
+
+    Of another runtime its name: what a CPU took says nothing about the time that a GPU takes.
 
     One name covers several processors, and a virtual machine may hide some of a processor's instructions:
     so what the kernel numbers (x86 and ARM each in its way) counts, and a digest of the instructions it lists.
@@ -29,7 +32,7 @@ def machine(cpuinfo: str | None = None) -> dict[str, str]:
     for key in _FEATURES:
         if key in facts:
             found["features"] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]
-    return found | {"onnxruntime": version("onnxruntime")}
+    return found | ({"onnxruntime": version("onnxruntime")} if runtime == "onnxruntime-cpu" else {"runtime": runtime})
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:
@@ -38,15 +41,30 @@ def cpu_name(cpuinfo: str | None = None) -> str:
     return next((facts[name] for name in _NAMES if name in facts), platform.machine())
 
 
+def l4t(release: str | None = None) -> str:
+    """Version of Jetson's system, "36.4.3", from /etc/nv_tegra_release or the text given instead; empty elsewhere."""
+    found = re.match(r"# R(\d+) \(release\), REVISION: ([\d.]+)", _text(Path("/etc/nv_tegra_release"), release))
+    return f"{found[1]}.{found[2]}" if found else ""
+
+
+def module(model: str | None = None) -> str:
+    """Name of the module or board, from the device tree or the text given instead; empty on machines without one."""
+    return _text(Path("/proc/device-tree/model"), model).rstrip("\0\n")
+
+
+def _text(path: Path, given: str | None) -> str:
+    if given is not None:
+        return given
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def _cpuinfo(cpuinfo: str | None) -> dict[str, str]:
     """What /proc/cpuinfo, or the text given instead, says first under each key."""
-    if cpuinfo is None:
-        try:
-            cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace")
-        except OSError:
-            cpuinfo = ""
     facts: dict[str, str] = {}
-    for line in cpuinfo.splitlines():
+    for line in _text(Path("/proc/cpuinfo"), cpuinfo).splitlines():
         key, colon, value = line.partition(":")
         if colon:
             facts.setdefault(key.strip(), value.strip())

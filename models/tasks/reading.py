@@ -21,13 +21,13 @@ from models.spec import Array
 from models.tasks import Run
 from models.tasks.lines import MAX_WIDTH, load_settings, prepare, recognise
 
-_SIDE_STEP = 32
+SIDE_STEP = 32
 """The detector halves a picture five times on the way down."""
 _DETECT_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 _DETECT_DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
 _MIN_CORE = 3
 """Pixels of the probability map; text whose core is thinner cannot be read."""
-_CLASSIFY_WIDTH = 192
+CLASSIFY_WIDTH = 192
 _UPSIDE_DOWN = 1
 _TALL = 1.5
 """A crop this much higher than wide holds a line that runs up or down."""
@@ -111,7 +111,7 @@ def detect(picture_HWC: Array, settings: ReadingSettings, run: Run) -> Array:
     interpolation = cv2.INTER_AREA if scale < 1 else cv2.INTER_LINEAR
     resized = cv2.resize(picture_HWC, (inner_width, inner_height), interpolation=interpolation)
     padded = cv2.copyMakeBorder(
-        resized, 0, -inner_height % _SIDE_STEP, 0, -inner_width % _SIDE_STEP, cv2.BORDER_REPLICATE
+        resized, 0, -inner_height % SIDE_STEP, 0, -inner_width % SIDE_STEP, cv2.BORDER_REPLICATE
     )
     normalised = (padded.astype(np.float32) / 255 - _DETECT_MEAN) / _DETECT_DEVIATION
     (probability,) = run("det", {"x": np.ascontiguousarray(normalised.transpose(2, 0, 1)[None])}).values()
@@ -184,7 +184,7 @@ def upside_down(crops: Sequence[Array], settings: ReadingSettings, run: Run) -> 
     """
     found = []
     for start in range(0, len(crops), settings.max_batch):
-        batch = [prepare(line, _CLASSIFY_WIDTH, _CLASSIFY_WIDTH) for line in crops[start : start + settings.max_batch]]
+        batch = [prepare(line, CLASSIFY_WIDTH, CLASSIFY_WIDTH) for line in crops[start : start + settings.max_batch]]
         (probability,) = run("cls", {"x": np.concatenate(batch)}).values()
         turned = probability[:, _UPSIDE_DOWN] > settings.upside_down_threshold
         found += (start + np.flatnonzero(turned)).tolist()

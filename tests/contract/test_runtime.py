@@ -1,7 +1,7 @@
 """Every runtime behind the hardware seam: the same promises, kept by each.
 
 A further runtime joins by a line in `CASES`: how to make a graph that gives its one input `x`,
-FP32 [any, any], back as `y`.
+FP32 [any, any], back as `y`. TensorRT joins with a stand-in for its library and for the driver.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import helper
+from support import engines
 
 from appliance.runtime import Runtime, Session, choose
 from appliance.runtime.onnx import OnnxRuntime
@@ -41,7 +43,11 @@ class Case:
     identity: bytes
 
 
-CASES = [Case("onnxruntime-cpu", onnx_graph("Identity")), Case("null", b"{}")]
+CASES = [
+    Case("onnxruntime-cpu", onnx_graph("Identity")),
+    Case("null", b"{}"),
+    Case("tensorrt", onnx_graph("Identity")),
+]
 
 
 @pytest.fixture(params=CASES, ids=lambda case: case.name)
@@ -51,9 +57,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture
-def runtime(case: Case) -> Runtime:
+def runtime(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """The runtime as the worker gets it."""
-    return choose(case.name)
+    if case.name == "tensorrt":
+        engines.engine(engines.install(monkeypatch), tmp_path, case.identity, {"x": engines.ANY})
+    return choose(case.name, engines=tmp_path)
 
 
 @pytest.fixture
@@ -74,7 +82,9 @@ def test_a_runtime_is_chosen_by_the_name_it_answers_to(runtime: Runtime, case: C
 
 
 def test_an_unknown_runtime_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, null"):
+    with pytest.raises(
+        ConfigError, match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, tensorrt, tensorrt-rtx, null"
+    ):
         choose("cuda13")
 
 

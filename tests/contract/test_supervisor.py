@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import tiny
 
 from appliance import wire
-from appliance.core.health import State
-from appliance.supervisor import Limits, Supervisor
+from appliance.arena import Arena
+from appliance.core.faults import Fault
+from appliance.core.health import Rung, State
+from appliance.core.limits import Limits
+from appliance.supervisor import Supervisor
+from models.errors import BundleError, NotReady
+from models.spec import Tensor
 
 pytestmark = pytest.mark.contract
 
@@ -27,7 +36,7 @@ sock.recv(1024)
 
 def of_null(folder: Path) -> Supervisor:
     order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(folder / "null.json")))
-    return Supervisor(order, Limits(body_bytes=1024), on_ready=lambda _ready: None)
+    return Supervisor([order], Limits(body_bytes=1024), on_ready=lambda _ready: None)
 
 
 async def reach(supervisor: Supervisor, state: State) -> None:
@@ -83,3 +92,95 @@ def test_a_worker_that_talks_nonsense_is_replaced(
         await supervisor.stop(5)
 
     asyncio.run(scenario())
+
+
+def test_an_engine_is_built_again_when_it_is_refused_and_requests_are_refused_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "null.json"
+    path.write_text("damaged")
+    order = wire.Open(name="null", runtime="null", onnx=str(path))
+    may_build = asyncio.Event()
+
+    async def build(wanted: wire.Open) -> None:
+        assert wanted == order
+        await may_build.wait()
+        tiny.null_model(path)
+
+    async def scenario() -> None:
+        supervisor = Supervisor([order], Limits(body_bytes=1024), on_ready=lambda _ready: None, rebuild=build)
+        supervisor.start(on_change=lambda: None)
+        await reach(supervisor, State.BUILDING)
+        with pytest.raises(NotReady, match="the engine of model 'null' is built again after a fault"):
+            await supervisor.submit("model", ())
+        may_build.set()
+        await reach(supervisor, State.READY)
+        assert supervisor.health.rung_counts == {Rung.REBUILD: 1}
+        assert supervisor.health.recoveries[Fault.PLAN_REFUSED].count == 1
+        await supervisor.stop(5)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_cannot_be_built_again_is_a_fault_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "null.json"
+    path.write_text("damaged")
+
+    async def build(_wanted: wire.Open) -> None:
+        raise BundleError("no room for the builder")
+
+    async def scenario() -> None:
+        order = wire.Open(name="null", runtime="null", onnx=str(path))
+        supervisor = Supervisor([order], Limits(body_bytes=1024), on_ready=lambda _ready: None, rebuild=build)
+        seen: list[str] = []
+        supervisor.start(on_change=lambda: seen.append(supervisor.health.reason))
+        until = time.monotonic() + 20
+        while "the engine could not be built again: no room for the builder" not in seen:
+            assert time.monotonic() < until, seen
+            await asyncio.sleep(0.005)
+        tiny.null_model(path)
+        await reach(supervisor, State.READY)
+        await supervisor.stop(5)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_is_renewed_without_a_fault_and_without_losing_what_runs(tmp_path: Path) -> None:
+    order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json", delay_s=0.3)))
+    x = Tensor.from_array("x", np.ones((1, 1), np.float32))
+
+    async def scenario() -> None:
+        supervisor = Supervisor([order], Limits(body_bytes=1024), on_ready=lambda _ready: None)
+        supervisor.start(on_change=lambda: None)
+        await reach(supervisor, State.READY)
+        pid = supervisor.pid
+        runs = asyncio.ensure_future(supervisor.submit("model", [x]))
+        await asyncio.sleep(0)  # it is handed over
+        supervisor.renew()
+        waits = asyncio.ensure_future(supervisor.submit("model", [x]))
+        for answer in (await runs, await waits):
+            assert np.array_equal(answer.tensors[0].to_array(), x.to_array())
+        assert supervisor.pid != pid
+        assert (supervisor.health.fault_counts, supervisor.health.faults) == ({}, 0)
+        await supervisor.stop(5)
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, closing(Arena.create(4096)) as requests, closing(Arena.create(4096)) as answers:
+        with theirs:
+            worker = subprocess.Popen(
+                [sys.executable, "-I", "-m", "appliance.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stderr=subprocess.DEVNULL,
+            )
+        ours.settimeout(20)
+        order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
+        wire.send_with_fds(ours, wire.encode(order)[0], [requests.fd, answers.fd])
+        assert isinstance(wire.decode(ours.recv(wire.MESSAGE_BYTES))[0], wire.Ready)
+        ours.send(b"\xff")
+        last, _payloads, _slots = wire.decode(ours.recv(wire.MESSAGE_BYTES))
+        assert isinstance(last, wire.Failed)
+        assert last.message.startswith("it failed: ")
+        assert "struct.error" in last.message or "error: unpack" in last.message
+        assert worker.wait(20) == 1

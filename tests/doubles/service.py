@@ -11,6 +11,7 @@ import orjson
 
 from appliance.core.budget import Admission
 from appliance.core.command import Command, CommandResult
+from appliance.faults import Injection
 from appliance.memory import ModelState
 from appliance.service import (
     PICTURES,
@@ -66,6 +67,11 @@ class MemoryService:
     def settled(self) -> bool:
         """Whether no model is loading; nothing ever loads in memory."""
         return True
+
+    @property
+    def failed(self) -> str:
+        """Why the daemon should be started anew: memory never fails."""
+        return ""
 
     def models(self) -> list[ModelInfo]:
         """Both models."""
@@ -128,6 +134,11 @@ class MemoryService:
         """Carry out an order; the same id always gets the same answer."""
         return self._results.setdefault(command.id, CommandResult(command.id, "done", result=self.status()))
 
+    def inject(self, injection: Injection) -> None:
+        """Nothing can be broken in memory."""
+        del injection
+        raise NotFound("fault injection is off: set faults.enabled, and start the daemon again")
+
     def status(self) -> dict[str, Any]:
         """The same keys as the real service."""
         return {
@@ -135,6 +146,7 @@ class MemoryService:
             "appliance": "0",
             "uptime_s": 1.0,
             "ready": self.ready,
+            "reboot_wanted": None,
             "models": [
                 {
                     "name": info.name,
@@ -144,6 +156,7 @@ class MemoryService:
                     "takes_pictures": info.name == "reader",
                     "ready": info.ready,
                     "reason": info.reason or None,
+                    "degraded": None,
                     "runtime": "memory" if info.ready else None,
                     "precision": {},
                     "waiting": 0,
@@ -151,7 +164,22 @@ class MemoryService:
                 }
                 for info in self.models()
             ],
-            "workers": [{"pid": None, "bundle": "reader", "version": "1.0", "state": "ready", "restarts": 2}],
+            "workers": [
+                {
+                    "pid": None,
+                    "bundle": "reader",
+                    "version": "1.0",
+                    "state": "ready",
+                    "restarts": 2,
+                    "cause": None,
+                    "rung": None,
+                    "skipped_rungs": [],
+                    "faults": {"crash": 2, "hang": 1},
+                    "restarts_by_cause": {"crash": 2},
+                    "rungs": {"restart": 3},
+                    "recoveries": {"crash": {"count": 2, "total_s": 1.5, "last_s": 0.5}},
+                }
+            ],
         }
 
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:

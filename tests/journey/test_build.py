@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import checkpoint
 from support.processes import clean_environment
+from support.workshop import PROVISION, Workshop
 
 from appliance import __version__
 from models.folder import BundleFolder
@@ -18,40 +18,6 @@ pytestmark = pytest.mark.journey
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPE = ROOT / "models" / "zoo" / "ppocr-v4.toml"
-
-
-class Workshop:
-    """A tiny recipe, its checkpoint, its data, and a cache of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        """Lay everything down."""
-        self.folder = folder
-        content = checkpoint.recogniser()
-        checkpoint.install(folder / "packages", content)
-        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
-        self.recipe = str(checkpoint.recipe(folder / "tiny.toml", content))
-        self.out = str(folder / "bundle")
-
-    def provision(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a `provision` command to its end."""
-        own = {"PYTHONPATH": str(self.folder / "packages"), "XDG_CACHE_HOME": str(self.folder / "cache")}
-        return subprocess.run(
-            [str(Path(sys.executable).with_name("provision")), *arguments],
-            env=clean_environment() | own,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def failed(self, *arguments: str) -> str:
-        """Run a command that must fail with status 1; the last line it prints."""
-        ended = self.provision(*arguments)
-        assert ended.returncode == 1, ended.stderr
-        assert ended.stdout == ""
-        assert "Traceback" not in ended.stderr
-        return ended.stderr.splitlines()[-1]
 
 
 @pytest.fixture
@@ -87,6 +53,18 @@ def test_a_bundle_is_built_shown_and_verified(workshop: Workshop) -> None:
         assert report["precision"] == precision
 
 
+def test_a_verification_writes_its_report_where_it_is_told_to(workshop: Workshop) -> None:
+    assert workshop.provision("build", workshop.recipe, "--out", workshop.out).returncode == 0
+    assert (Path(workshop.out) / "report.html").read_text().startswith("<!doctype html>")
+    verify = ("verify", workshop.out, "--data", "data", "--split", "all")
+    verified = workshop.provision(*verify, "--report", "mine.html")
+    assert verified.returncode == 0, verified.stderr
+    assert "within its limit: exact match fell by" in verified.stdout
+    assert "<svg" in (workshop.folder / "mine.html").read_text()
+    assert "nowhere is no folder" in workshop.failed(*verify, "--report", "nowhere/mine.html")
+    assert "cannot be read" in workshop.failed("verify", workshop.out, "--data", "nowhere")
+
+
 def test_the_second_build_does_nothing_twice_and_gives_the_same_bundle(workshop: Workshop) -> None:
     digests = []
     for _ in range(2):
@@ -95,7 +73,7 @@ def test_the_second_build_does_nothing_twice_and_gives_the_same_bundle(workshop:
         digests.append(json.loads(built.stdout)["digest"])
     assert digests[0] == digests[1]
     assert [line.split(" s  ")[1] for line in built.stderr.splitlines()] == [
-        "reading labelled data", "11 steps done before", "packing",
+        "reading labelled data", "12 steps done before", "packing",
     ]  # fmt: skip
 
 
@@ -116,7 +94,9 @@ def test_what_cannot_be_used_is_said_in_one_sentence(workshop: Workshop) -> None
 def test_a_gate_that_nothing_passes_writes_nothing(workshop: Workshop) -> None:
     recipe = Path(workshop.recipe)
     recipe.write_text(recipe.read_text().replace("exact_drop = 0.5", "exact_drop = -1"))
-    assert "has no precision left" in workshop.failed("build", workshop.recipe, "--out", workshop.out)
+    sentence = workshop.failed("build", workshop.recipe, "--out", workshop.out)
+    assert "has no precision left" in sentence
+    assert "the limit exact_drop is -100.00%" in sentence
     assert not Path(workshop.out).exists()
 
 
@@ -173,10 +153,33 @@ def test_the_real_recipe_reads_as_well_as_its_checkpoint(reading_bundle: Path, t
     assert rec.variants["int8"].graph.size_bytes < rec.variants["fp32"].graph.size_bytes / 3
     assert len(BundleFolder(reading_bundle).read_labels()) == 6624
     again = subprocess.run(
-        [str(Path(sys.executable).with_name("provision")), "build", str(RECIPE), "--out", str(tmp_path), "--json"],
+        [str(PROVISION), "build", str(RECIPE), "--out", str(tmp_path), "--json"],
         env=clean_environment(),
         capture_output=True,
         text=True,
         check=True,
     )
     assert json.loads(again.stdout)["digest"] == manifest.digest
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_real_bundle_is_verified_on_lines_and_pages(reading_bundle: Path, tmp_path: Path) -> None:
+    verified = subprocess.run(
+        [str(PROVISION), "verify", str(reading_bundle), "--precision", "int8", "--json", "--report", "report.html"],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    result = json.loads(verified.stdout)
+    assert result["packed"]["lines"] == 128
+    assert result["precisions"]["rec"] == "int8"
+    pages = result["pages"]
+    assert pages["original"]["lines"] == pages["packed"]["lines"] == pages["detector"]["lines"] == 50
+    assert pages["original"]["found"] > 0.8
+    assert pages["original"]["found"] - pages["packed"]["found"] < 0.1
+    assert set(pages["by_source"]) == {"icdar2015", "sroie"}
+    assert "found_drop" in {one["name"] for one in result["limits"]}
+    assert (tmp_path / "report.html").read_text().count("<svg") == 7

@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(start_null: StartDaemon) -> 
     assert daemon.worker_pid() != pid
     assert np.array_equal(binary_floats(daemon.infer("null", frame(2))), frame(2))
     daemon.stop()
-    assert [line["reason"] for line in daemon.log("worker_exited")] == ["it hung and was killed"]
+    assert [line["reason"] for line in daemon.log("worker_fault")] == ["it hung and was killed"]
 
 
 def test_a_request_of_many_steps_is_not_taken_for_hung(start_daemon: StartDaemon, tmp_path: Path) -> None:

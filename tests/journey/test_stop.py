@@ -49,7 +49,7 @@ def test_a_stop_that_reaches_the_whole_process_group_loses_no_running_request(st
         os.kill(pid, signal.SIGTERM)
     assert np.array_equal(binary_floats(asked.result(10)), ONE)
     assert daemon.process.wait(10) == 0
-    assert not daemon.log("worker_exited")
+    assert not daemon.log("worker_fault")
 
 
 def test_systemd_is_told_once_that_it_is_ready_when_no_model_loads_any_more(

@@ -55,7 +55,7 @@ PROVENANCE = st.builds(
     st.dictionaries(TEXT, TEXT, max_size=2),
     st.dictionaries(TEXT, TEXT, max_size=2),
     st.lists(st.builds(Source, TEXT, TEXT, TEXT, TEXT), max_size=2).map(tuple),
-    st.lists(st.builds(Step, TEXT, TEXT, TEXT, TEXT), max_size=2).map(tuple),
+    st.lists(st.builds(Step, TEXT, TEXT, st.lists(TEXT, max_size=2).map(tuple), TEXT), max_size=2).map(tuple),
 )
 MANIFEST = st.builds(
     Manifest,

@@ -56,6 +56,7 @@ class Daemon:
         nothing.touch()  # keeps the settings of this machine's own daemon out
         self.state_dir = folder / "state"
         self.mark = new_mark()
+        self._tokens: dict[str, str] = {}
         self._log_path = folder / f"log-{self.mark}.jsonl"
         self._pool = ThreadPoolExecutor(max_workers=100)
         own = ["--config", str(nothing), "--state-dir", str(self.state_dir), "--http", "127.0.0.1:0"]
@@ -145,9 +146,14 @@ class Daemon:
     # What is asked of it
 
     def authorized(self, role: str) -> dict[str, str]:
-        """Headers that show a new token of `role`."""
-        token = TokenFile(self.state_dir).create(new_mark(), Role.of(role))
-        return {"authorization": f"Bearer {token}"}
+        """Headers that show a token of `role`."""
+        return {"authorization": f"Bearer {self.token(role)}"}
+
+    def token(self, role: str) -> str:
+        """A token of `role`, made for this daemon at the first call."""
+        if role not in self._tokens:
+            self._tokens[role] = TokenFile(self.state_dir).create(new_mark(), Role.of(role))
+        return self._tokens[role]
 
     def run_later(self, call: Callable[..., T], *arguments: object) -> Future[T]:
         """Call something in another thread that lives no longer than this daemon."""

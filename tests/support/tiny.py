@@ -49,6 +49,16 @@ def linear_model(path: Path) -> Path:
     )
 
 
+def root_model(path: Path) -> Path:
+    """`y` is the square root of `x`, FP32 [any, any]: NaN below zero."""
+    return _save(
+        path,
+        [helper.make_node("Sqrt", ["x"], ["y"])],
+        [_value("x", TensorProto.FLOAT, ["N", "M"])],
+        [_value("y", TensorProto.FLOAT, ["N", "M"])],
+    )
+
+
 def types_model(path: Path) -> Path:
     """Every datatype, [N] each, comes back as it was: input `FP32` as output `FP32_out`, and so on."""
     return _save(

@@ -64,6 +64,12 @@ def test_the_clients_start_without_the_daemon() -> None:
     assert not loaded & {"fastapi", "uvicorn", "pydantic_settings", "onnxruntime", "paho", "appliance.daemon"}
 
 
+def test_engines_are_compiled_on_devices_that_lack_the_libraries_of_the_workshop() -> None:
+    loaded = loaded_after("import provisioning.engines.builder")
+    assert "provisioning.engines.child" in loaded
+    assert not loaded & {"onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx_bindings", "triton"}
+
+
 def test_models_know_no_runtime_no_server_and_no_checker() -> None:
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

@@ -37,7 +37,7 @@ MANIFEST = Manifest(
         data_sha256={"gate": "1" * 64},
         tools={"onnx": "1.23"},
         sources=(Source("package", "1", "file.onnx", "2" * 64),),
-        steps=(Step("fold", "rec", "3" * 64, "4" * 64),),
+        steps=(Step("fold", "rec", ("3" * 64,), "4" * 64),),
     ),
 )
 

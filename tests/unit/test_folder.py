@@ -151,6 +151,34 @@ def test_a_disk_that_fills_up_at_any_file_leaves_the_old_bundle_whole(
     assert (folder.manifest == manifest) == (fails_at >= 5)
 
 
+@pytest.mark.parametrize("fails_at", range(8))
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, OSError(errno.ENOSPC, "No space left on device")])
+def test_a_new_bundle_whose_writing_is_cut_short_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int, fault: BaseException | type[BaseException]
+) -> None:
+    written: list[Path] = []
+
+    def write(path: Path, content: bytes) -> None:
+        written.append(path)
+        if len(written) > fails_at:
+            raise fault
+        write_file(path, content)
+
+    monkeypatch.setattr(folder_module, "write_file", write)
+    reports = {"report.html": b"<html>", "report.json": b"{}"}
+    manifest, blobs = packed()
+    with pytest.raises((KeyboardInterrupt, OSError)):  # at one of four blobs, measurements, two reports, the manifest
+        write_bundle(tmp_path / "made" / "here", manifest, blobs, {"cpu": MEASURED}, reports)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_an_earlier_bundle_does_not_outlive_it(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(b"old"), {}, {"report.html": b"old", "report.json": b"{}"})
+    write_bundle(tmp_path, *packed(b"new"), {}, {"report.html": b"new"})
+    assert (tmp_path / "report.html").read_bytes() == b"new"
+    assert not (tmp_path / "report.json").exists()
+
+
 def test_a_damaged_blob_of_an_earlier_bundle_is_written_again(tmp_path: Path) -> None:
     manifest, blobs = packed()
     write_bundle(tmp_path, manifest, blobs, {})

@@ -174,7 +174,7 @@ def test_status_page_metrics_and_openapi_are_served() -> None:
     text = ask("GET", "/metrics", MemoryService(unready={"echo": "loading"})).text
     assert 'appliance_model_ready{model="echo",version="1.0"} 0.0' in text
     assert 'appliance_model_ready{model="reader",version="1.0"} 1.0' in text
-    assert 'appliance_worker_restarts_total{model="reader",version="1.0"} 2.0' in text
+    assert 'appliance_worker_restarts_total{cause="crash",model="reader",version="1.0"} 2.0' in text
 
 
 def test_the_status_page_may_be_asked_for_by_head() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kernels.plan import head_variants, neck_variants, source_digest
+from kernels.plan import NeckVariant, head_variants, neck_variants, source_digest
 from kernels.reference import Neck
 
 pytestmark = [
@@ -100,6 +100,13 @@ def test_compiling_again_gives_the_same_bytes(orin: Path, tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     first = {path.name: path.read_bytes() for path in orin.iterdir()}
     assert first == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
+
+
+@pytest.mark.parametrize("spec", [Neck("v4", 1), Neck("v4", 4), Neck("v4", 8), Neck("v6", 8)], ids=str)
+def test_the_neck_that_needs_most_registers_spills_none_on_an_orin(spec: Neck, tmp_path: Path) -> None:
+    from kernels.compile import compile_variant  # noqa: PLC0415 (Triton is not everywhere)
+
+    assert compile_variant(NeckVariant("sm_87", spec, 1, True, -1), tmp_path).spill_bytes == 0
 
 
 def test_wrong_usage_is_told_apart(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def test_rows_were_measured_on_this_version_of_the_kernel(path: Path) -> None:
     assert digests == {source_digest()}, "measure again: python -m kernels.bench --json FILE"
 
 
+def test_the_v6_neck_is_three_times_as_fast_as_its_compiled_spelling() -> None:
+    rows = json.loads(next(path for path in RESULTS if path.stem == "h200-v6-t40").read_bytes())["rows"]
+    for batch in (1, 8):
+        here = {row["implementation"]: row["us"] for row in rows if (row["op"], row["batch"]) == ("neck", batch)}
+        assert here["torch compile gemm"] / here["ours"] >= 3
+
+
 @pytest.mark.parametrize("path", [path for path in RESULTS if path.stem.startswith("h200-t40")], ids=lambda p: p.stem)
 def test_no_factor_is_below_its_line(path: Path) -> None:
     rows = json.loads(path.read_bytes())["rows"]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from appliance.runtime import machine as module
-from appliance.runtime.machine import cpu_name, machine, time_in_turn
+from appliance.runtime.machine import cpu_name, l4t, machine, time_in_turn
+from appliance.runtime.machine import module as module_name
 from models.measurements import Measurements, fastest, known_on
 from models.spec import Array, ModelSpec
 
@@ -58,6 +59,30 @@ def test_a_clock_that_changes_by_itself_does_not_make_another_machine() -> None:
 def test_this_machine_is_the_same_each_time_and_names_the_version_of_its_runtime() -> None:
     assert machine() == machine()
     assert machine()["onnxruntime"] == version("onnxruntime")
+
+
+def test_what_one_runtime_took_says_nothing_about_another() -> None:
+    assert machine(runtime="tensorrt") != machine()
+    assert machine(runtime="tensorrt") != machine(runtime="tensorrt-rtx")
+
+
+@pytest.mark.parametrize(
+    ("release", "known"),
+    [
+        ("# R36 (release), REVISION: 4.3, GCID: 38968081, BOARD: generic, EABI: aarch64, DATE: Wed Jan 8\n", "36.4.3"),
+        ("# R39 (release), REVISION: 2.0, GCID: 1\n", "39.2.0"),
+        ("something else", ""),
+        ("", ""),
+    ],
+)
+def test_the_system_of_a_jetson_is_known_by_its_release_and_empty_elsewhere(release: str, known: str) -> None:
+    assert l4t(release) == known
+
+
+def test_the_module_is_called_what_the_device_tree_calls_it() -> None:
+    model = "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super\0"
+    assert module_name(model) == model[:-1]
+    assert module_name("") == ""
 
 
 @pytest.mark.parametrize(

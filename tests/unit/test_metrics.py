@@ -129,3 +129,16 @@ def test_where_the_time_went_is_counted_under_the_names_of_triton() -> None:
 
 def test_statistics_of_a_model_that_was_never_asked_are_zeros() -> None:
     assert Scraped().metrics.statistics("new", "2")["inference_stats"]["success"] == {"count": 0, "ns": 0}
+
+
+def test_faults_restarts_rungs_and_times_to_recover_are_told_by_cause() -> None:
+    scraped = Scraped()
+    reader = 'model="reader",version="1.0"'
+    assert scraped.value(f'appliance_worker_restarts_total{{cause="crash",{reader}}}') == 2
+    assert scraped.value(f'appliance_worker_faults_total{{cause="hang",{reader}}}') == 1
+    assert scraped.value('appliance_recovery_rungs_total{model="reader",rung="restart",version="1.0"}') == 3
+    assert scraped.value(f'appliance_recovery_seconds_count{{cause="crash",{reader}}}') == 2
+    assert scraped.value(f'appliance_recovery_seconds_sum{{cause="crash",{reader}}}') == 1.5
+    assert scraped.value(f'appliance_recovery_last_seconds{{cause="crash",{reader}}}') == 0.5
+    assert scraped.value(f"appliance_model_degraded{{{reader}}}") == 0
+    assert scraped.value("appliance_reboot_wanted") == 0

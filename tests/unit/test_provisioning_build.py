@@ -3,52 +3,36 @@
 from __future__ import annotations
 
 import errno
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import checkpoint
+from support.workshop import Workshop
 
-from appliance.runtime import choose
+from appliance.runtime import Session, choose
 from appliance.runtime.machine import machine
 from models.errors import ConfigError, GateFailed, SourceError, WorkshopError
 from models.folder import BundleFolder
+from provisioning import build as building
 from provisioning import pack as packing
-from provisioning.accuracy import verify
-from provisioning.build import Built, build
 from provisioning.cache import Cache
 from provisioning.data import load
 from provisioning.gate import Gate, Verdict
 from provisioning.pack import check_folder, pack
-from provisioning.recipe import read
 from provisioning.steps import THREADS
+from provisioning.verify import verify
 
 pytestmark = pytest.mark.unit
 
 RUNTIME = choose("onnxruntime-cpu")
 
 
-class Workshop:
-    """A recipe, its checkpoint and its data in one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        """Lay everything down."""
-        self.folder = folder
-        self.content = checkpoint.recogniser()
-        checkpoint.install(folder, self.content)
-        checkpoint.labelled(folder / "data", {"calibrate": 3, "gate": 4})
-        self.reports: list[str] = []
-
-    def build(self, precision: str = "auto", cache: Path | None = None, **changes: str) -> Built:
-        """Build with a changed recipe."""
-        recipe = read(checkpoint.recipe(self.folder / "tiny.toml", self.content, **changes))
-        return build(recipe, self.folder / "data", precision, Cache(cache), self.reports.append)
-
-
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     return Workshop(tmp_path)
 
 
@@ -65,9 +49,88 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
-    assert list(steps) == ["fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "quantize"]
-    assert steps["normalise"].input == steps["fetch"].output == steps["labels"].input
-    assert steps["ctc_head"].input == steps["normalise"].output
+    assert list(steps) == [
+        "fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "left_alone", "quantize",
+    ]  # fmt: skip
+    assert steps["normalise"].inputs == (steps["fetch"].output,) == steps["labels"].inputs
+    assert steps["ctc_head"].inputs == (steps["normalise"].output,)
+
+
+def test_every_digest_can_be_followed_from_the_bundle_to_its_sources_and_data(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    manifest = pack(workshop.build(), tmp_path / "bundle")
+    known = {source.sha256 for source in manifest.provenance.sources} | set(manifest.provenance.data_sha256.values())
+    for step in manifest.provenance.steps:
+        assert set(step.inputs) <= known, step
+        known.add(step.output)
+    assert {variant.graph.sha256 for variant in manifest.graphs["rec"].variants.values()} <= known
+    assert set(manifest.provenance.data_sha256) == {"calibrate", "gate"}
+    assert "onnxruntime" in manifest.provenance.tools
+
+
+def test_the_manifest_keeps_every_limit_with_what_was_measured(workshop: Workshop, tmp_path: Path) -> None:
+    built = workshop.build(**{"gate.exact_drop = 0.5": "gate.exact_drop = 0.5\n        gate.cer_drop = 9.0"})
+    manifest = pack(built, tmp_path / "bundle")
+    for variant in manifest.graphs["rec"].variants.values():
+        assert [(check.name, check.limit, check.met) for check in variant.checks] == [
+            ("exact_drop", 0.5, True), ("cer_drop", 9.0, True),
+        ]  # fmt: skip
+    assert BundleFolder(tmp_path / "bundle").manifest == manifest
+
+
+def test_a_missed_limit_of_the_error_rate_leaves_a_precision_out(workshop: Workshop) -> None:
+    with pytest.raises(GateFailed, match=r"the character error rate rose by .*, the limit cer_drop is -100\.00%"):
+        workshop.build(**{"gate.exact_drop = 0.5": "gate.exact_drop = 0.5\n        gate.cer_drop = -1"})
+
+
+def test_the_report_lies_beside_the_manifest_and_outside_its_digest(workshop: Workshop, tmp_path: Path) -> None:
+    manifest = pack(workshop.build(), tmp_path / "bundle")
+    page = (tmp_path / "bundle" / "report.html").read_text()
+    report = json.loads((tmp_path / "bundle" / "report.json").read_text())
+    assert manifest.digest in page
+    assert set(report["lines"]) == {"rec fp32", "rec int8"}
+    assert [one["graph"] for one in report["limits"]] == ["rec fp32", "rec int8"]
+    assert "(HardSwish reads it)" in report["notes"]["rec int8: tensors not equalised"]
+    assert report["latency_ms"]["rec"].keys() == {"original", "fp32", "int8"}
+    (tmp_path / "bundle" / "report.html").unlink()
+    BundleFolder(tmp_path / "bundle").check_content()
+
+
+class Counting:
+    """onnxruntime, and what it opened."""
+
+    name = RUNTIME.name
+
+    def __init__(self) -> None:
+        """Nothing is open yet."""
+        self.opened: list[bytes] = []
+
+    def open(self, graph: bytes, *, threads: int) -> Session:
+        self.opened.append(graph)
+        return RUNTIME.open(graph, threads=threads)
+
+
+def test_gate_and_packing_open_each_graph_once(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Counting()
+    monkeypatch.setattr(building, "choose", lambda _: runtime)
+    built = workshop.build()
+    pack(built, tmp_path / "bundle")
+    graphs = [built.graphs["rec"].published, *(variant.content for variant in built.graphs["rec"].variants.values())]
+    assert [runtime.opened.count(graph) for graph in graphs] == [1, 1, 1]
+
+
+def test_a_fault_of_a_library_inside_a_step_names_the_graph_and_the_step(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("provisioning.passes.normalise.normalise", broken)
+    with pytest.raises(WorkshopError, match=r"step rec: normalise failed .*RuntimeError: first line\)"):
+        workshop.build()
 
 
 def test_two_builds_are_the_same_to_the_byte(workshop: Workshop, tmp_path: Path) -> None:
@@ -82,7 +145,7 @@ def test_a_second_build_takes_everything_from_the_cache(workshop: Workshop, tmp_
     workshop.build(cache=tmp_path / "cache")
     workshop.reports.clear()
     workshop.build(cache=tmp_path / "cache")
-    assert workshop.reports == ["reading labelled data", "11 steps done before"]
+    assert workshop.reports == ["reading labelled data", "12 steps done before"]
 
 
 def test_a_corrupt_entry_of_the_cache_is_made_again(workshop: Workshop, tmp_path: Path) -> None:
@@ -146,8 +209,7 @@ def test_a_precision_that_the_recipe_lacks_cannot_be_forced(workshop: Workshop) 
 
 
 def test_a_checkpoint_that_is_no_graph_is_one_clear_error(workshop: Workshop) -> None:
-    workshop.content = b"not a graph"
-    checkpoint.install(workshop.folder, workshop.content)
+    workshop.install(b"not a graph")
     with pytest.raises(SourceError, match="is no ONNX graph"):
         workshop.build()
 
@@ -180,8 +242,8 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
 
 def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
     pack(workshop.build(), tmp_path / "bundle")
-    lines = load(tmp_path / "data", "all").lines
-    report = verify(BundleFolder(tmp_path / "bundle"), lines, "fp32", RUNTIME, THREADS)
+    split = load(tmp_path / "data", "all")
+    report = verify(BundleFolder(tmp_path / "bundle"), split, "fp32", RUNTIME, THREADS, workshop.reports.append).result
     assert report["agreement"] == 1.0
     assert report["original"] == report["packed"]
     assert report["original"]["lines"] == 7

@@ -84,7 +84,7 @@ def test_damage_is_one_clear_error(folder: Path, damage: Callable[[Path], object
 def test_pages_must_be_json_objects(folder: Path) -> None:
     (folder / "pages").mkdir()
     (folder / "pages" / "labels.jsonl").write_text("[1]\n")
-    with pytest.raises(SourceError, match=r"labels\.jsonl is not one JSON object"):
+    with pytest.raises(SourceError, match=r"labels\.jsonl:1 is not one JSON object"):
         data.load(folder, "gate")
 
 

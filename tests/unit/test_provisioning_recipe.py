@@ -30,6 +30,7 @@ def test_the_recipe_that_ships_can_be_read() -> None:
         ("licence", "license", "unknown key 'license'; did you mean 'licence'"),
         ("exact_drop", "exact_drops", "graphs.rec.gate: unknown key 'exact_drops'; did you mean 'exact_drop'"),
         ("exact_drop", "overlap", "graphs.rec.gate.exact_drop is missing, the limit of role 'recognise'"),
+        ("exact_drop = 0.5", "exact_drop = 0.5\n        gate.found_drop = 0.1", "found_drop needs graphs of all roles"),
         ('version = "1.0.0"', "version = 1", "version must be str"),
         ('role = "recognise"', 'role = "read"', "graphs.rec.role has 'read'; known: detect, classify, recognise"),
         ('"int8"', '"int4"', "graphs.rec.precisions has 'int4'; known: fp32, int8"),

@@ -13,9 +13,9 @@ import pytest
 
 from appliance import wire
 from appliance.core.health import State, WorkerHealth
-from appliance.life import Answer
+from appliance.core.limits import Limits
 from appliance.service import Bundle, InferRequest, Outcome, Service
-from appliance.supervisor import Limits
+from appliance.supervisor import Answer
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import ApplianceError, BadInput, Overloaded
 from models.spec import ModelSpec, Tensor, TensorSpec, pack_bytes
@@ -60,7 +60,7 @@ def served(fault: BaseException | None = None) -> Service:
         graphs={name: Graph(SPEC, variants) for name in PRECISIONS},
         provenance=Provenance("0" * 64, {}, {}, (), ()),
     )
-    bundle = Bundle(wire.Open("shop", "r"), Limits(), manifest=manifest, on_ready=lambda _ready: None)
+    bundle = Bundle([wire.Open("shop", "r")], Limits(), manifest=manifest, on_ready=lambda _ready: None)
     bundle.supervisor = Reader(fault)  # type: ignore[assignment] # all of it that a service uses
     return Service([bundle], device_id="d", facts=dict)
 
@@ -91,7 +91,7 @@ def test_a_model_of_tensors_says_where_it_takes_them() -> None:
 
 def test_status_says_which_models_take_pictures() -> None:
     assert [model["takes_pictures"] for model in served().status()["models"]] == [True]
-    bare = Bundle(wire.Open("bare", "r"), Limits(), manifest=None, on_ready=lambda _ready: None)
+    bare = Bundle([wire.Open("bare", "r")], Limits(), manifest=None, on_ready=lambda _ready: None)
     bare.supervisor = SimpleNamespace(**vars(Reader()))  # type: ignore[assignment] # all of it that status uses
     status = Service([bare], device_id="d", facts=dict).status()
     assert [model["takes_pictures"] for model in status["models"]] == [False]

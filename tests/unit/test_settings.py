@@ -122,7 +122,7 @@ def test_the_variable_that_client_commands_read_does_not_stop_the_daemon(
         ("device_id = 'press/7'", "device_id: "),
         ("device_id = '#'", "device_id: "),
         ("precision = 'int4'", "precision: Input should be 'auto', 'fp32' or 'int8'"),
-        ("runtime = 'tensorrt'", "runtime: Input should be 'onnxruntime-cpu' or 'null'"),
+        ("runtime = 'openvino'", "runtime: Input should be 'onnxruntime-cpu', 'tensorrt', 'tensorrt-rtx' or 'null'"),
         ("clock = {assume_synced = 'perhaps'}", "clock.assume_synced: "),
     ],
 )
