@@ -25,23 +25,24 @@ import kernels
 import models
 from appliance import __version__, settings, wire
 from appliance.adapters import host, http
-from appliance.adapters.access import Gate, Rules
+from appliance.adapters.access import gate_before
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1, tls_context
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
-from appliance.adapters.tokens import Role, TokenFile
+from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
-from appliance.core.rates import Rate, Rates
+from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Faults, Switch
+from appliance.machine_memory import MachineMemory, Notebook
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
-from models.measurements import Measurements, known_on
+from models.measurements import Measurements, known_on, memory_on
 
 log = structlog.get_logger()
 
@@ -94,13 +95,16 @@ async def _run(config: settings.Settings) -> int:
 
         switches: dict[str, Switch] = {"clock-step": clock.step, "disk-full": store.pretend_full}
         faults = Faults(switches) if config.faults.enabled else None
-        service = Service(_bundles(config, store), device_id=device_id, facts=facts, faults=faults)
+        memory = MachineMemory(config, _limits(config), store)
+        bundles = _bundles(config, store, memory)
+        service = Service(bundles, device_id=device_id, facts=facts, faults=faults, keeper=memory.keeper(bundles))
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
+        bodies = Bodies(each_bytes=config.http.body_limit_bytes, all_bytes=config.http.bodies_limit_bytes)
         server = _Server(
             uvicorn.Config(
-                _door(config, service),
+                gate_before(http.build(service, Metrics(service), bodies), config.http, TokenFile(config.state_dir)),
                 http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
                 ws="none",
                 log_config=None,
@@ -187,49 +191,48 @@ class _StandardError:
         """Nothing waits."""
 
 
-def _door(config: settings.Settings, service: Service) -> Gate:
-    """The HTTP application behind its gate; raises ConfigError when nobody could pass it."""
-    told = config.http
-    tokens = TokenFile(config.state_dir)
-    if not told.on_loopback and not tokens.read() and not told.client_roles:
-        msg = (
-            f"http.host is {told.host!r}, which others can reach, and nobody could be let in: make a token with "
-            "`appliance token create`, or set http.client_ca and http.client_roles"
-        )
-        raise ConfigError(msg)
-    names = frozenset(name.lower() for name in told.hosts)
-    rules = Rules(
-        anonymous=told.on_loopback and told.anonymous,
-        hosts=settings.LOOPBACK | names if told.on_loopback else frozenset(),
-        sites=names,
-        certificates={name: Role.of(role) for name, role in told.client_roles.items()},
-    )
-    rates = Rates(
-        client=Rate(told.client_requests_per_s, told.client_concurrency),
-        everyone=Rate(told.requests_per_s, told.concurrency),
-    )
-    bodies = Bodies(each_bytes=told.body_limit_bytes, all_bytes=told.bodies_limit_bytes)
-    return Gate(http.build(service, Metrics(service), bodies), rules, tokens, rates)
+def _limits(config: settings.Settings) -> Limits:
+    return Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
 
 
-def _bundles(config: settings.Settings, store: Store) -> list[Bundle]:
-    limits = Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
-    found = [_open_bundle(path, config, limits, store) for path in config.bundles]
+def _bundles(config: settings.Settings, store: Store, memory: MachineMemory) -> list[Bundle]:
+    limits = _limits(config)
+    found = [_open_bundle(path, config, limits, store, memory) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
         if not path.is_file():
             msg = f"{path} is no file: give --onnx NAME=FILE an ONNX file"
             raise ConfigError(msg)
-        order = wire.Open(name=name, runtime=config.runtime, onnx=str(path.resolve()), concurrency=limits.concurrency)
-        found.append(Bundle([order], limits, manifest=None, on_ready=lambda _ready: None))
+        order = wire.Open(
+            name=name,
+            runtime=config.runtime,
+            onnx=str(path.resolve()),
+            concurrency=limits.concurrency,
+            idle_trim_s=config.memory.idle_trim_s,
+        )
+        found.append(
+            Bundle(
+                [order],
+                limits,
+                manifest=None,
+                on_ready=lambda _ready: None,
+                priority=config.memory.priorities.get(name, DEFAULT_PRIORITY),
+                file_bytes=path.stat().st_size,
+                start_life=memory.start_life,
+            )
+        )
     names = [name for bundle in found for name in bundle.names]
     if len(set(names)) != len(names):
         msg = f"two models go by the same name: {', '.join(sorted(names))}"
         raise ConfigError(msg)
+    unknown = sorted(set(config.memory.priorities) - {bundle.name for bundle in found})
+    if unknown:
+        msg = f"memory.priorities names {', '.join(unknown)}, which is not served: use the names of bundles"
+        raise ConfigError(msg)
     return found
 
 
-def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: Store) -> Bundle:
+def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: Store, memory: MachineMemory) -> Bundle:
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
@@ -238,18 +241,9 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
     if config.precision != "auto" and config.precision not in passed:
         msg = f"{path} holds no graph in {config.precision}: choose auto or {', '.join(sorted(passed))}"
         raise BundleError(msg)
-    known = known_on(here, store.measurements(digest), folder.measurements("cpu"))
-
-    def keep(ready: wire.Ready) -> None:
-        if ready.latency_ms:
-            asyncio.get_running_loop().run_in_executor(None, write, ready)
-
-    def write(ready: wire.Ready) -> None:
-        try:
-            store.keep_measurements(digest, Measurements(here, {**known, **ready.latency_ms}))
-        except OSError as error:  # a full disk costs a measurement at the next start, no more
-            log.warning("latency_not_kept", model=manifest.name, reason=str(error))
-
+    measured = (store.measurements(digest), folder.measurements("cpu"))
+    known = Measurements(here, known_on(here, *measured), memory_on(here, *measured))
+    notebook = memory.notebooks[manifest.name] = Notebook(store, digest, known)
     order = wire.Open(
         name=manifest.name,
         runtime=config.runtime,
@@ -257,10 +251,22 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         digest=digest,
         precision=config.precision,
         concurrency=limits.concurrency,
-        latency_ms=known,
+        latency_ms=known.latency_ms,
         max_pixels=limits.picture_pixels,
+        idle_trim_s=config.memory.idle_trim_s,
+        memory=known.memory,
     )
-    return Bundle(_ways(order, passed), limits, manifest=manifest, on_ready=keep)
+    return Bundle(
+        _ways(order, passed),
+        limits,
+        manifest=manifest,
+        on_ready=notebook.latency,
+        priority=config.memory.priorities.get(manifest.name, DEFAULT_PRIORITY),
+        file_bytes=sum(
+            max(variant.graph.size_bytes for variant in graph.variants.values()) for graph in manifest.graphs.values()
+        ),
+        start_life=memory.start_life,
+    )
 
 
 def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Protocol
 
 from appliance.arena import Arena
 from appliance.core.faults import Fault
@@ -23,16 +24,37 @@ _OUTPUT_LINES = 50
 """Printed lines told at once; a worker that prints without end must neither stop the loop nor fill the log."""
 
 
+class StartLife(Protocol):
+    """Starts a worker process, or hands out one that waits; as `Life` itself does."""
+
+    def __call__(
+        self,
+        arena_bytes: int,
+        runtime: str,
+        *,
+        on_data: Callable[[Life, bytes], None],
+        on_end: Callable[[Life], None],
+    ) -> Life:
+        """See `Life`."""
+
+
 class Life:
     """One worker process, its memory, the link to it, and what it prints."""
 
     def __init__(
-        self, arena_bytes: int, *, on_data: Callable[[Life, bytes], None], on_end: Callable[[Life], None]
+        self,
+        arena_bytes: int,
+        runtime: str,
+        *,
+        on_data: Callable[[Life, bytes], None],
+        on_end: Callable[[Life], None],
     ) -> None:
         """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done.
 
-        `on_data` and `on_end` are those of its `Link`.
+        It loads the libraries of `runtime` while it waits to be told its model. `on_data` and `on_end` are those of
+        its `Link`, and may be changed.
         """
+        self.on_data, self.on_end = on_data, on_end
         with contextlib.ExitStack() as undo:
             self.requests = Arena.create(arena_bytes)
             undo.callback(self.requests.close)
@@ -43,7 +65,7 @@ class Life:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                    [sys.executable, "-I", "-m", "appliance.worker", str(theirs.fileno())],
+                    [sys.executable, "-I", "-m", "appliance.worker", runtime, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -55,7 +77,7 @@ class Life:
             self.output = undo.enter_context(self.process.stdout)
             self.pidfd = os.pidfd_open(self.process.pid)
             undo.pop_all()
-        self.link = Link(ours, on_data=lambda data: on_data(self, data), on_end=lambda: on_end(self))
+        self.link = Link(ours, on_data=lambda data: self.on_data(self, data), on_end=lambda: self.on_end(self))
         os.set_blocking(self.output.fileno(), False)
         self.fault = Fault.CRASH
         """What it will end of, where it has said so."""

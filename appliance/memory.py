@@ -1,8 +1,45 @@
-"""States of models in memory."""
+"""Keeps all models within one memory budget: loads, unloads, evicts, recycles, and sheds load when memory is short.
+
+Runs on the event loop. What fits, who goes and which step is due is decided in `core.budget` and `core.pressure`;
+this file samples, asks, and performs it. A model that was unloaded because nobody used it, or to make room, is loaded
+again by its next request; one that an operator unloaded stays away until it is loaded by name.
+
+Past 400 lines because one object must see every lease: loading, leaving and watching change the same few fields, and
+a second object between them would only pass these to and fro.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, Protocol
+
+import structlog
+
+from appliance.core import budget as rules
+from appliance.core.budget import Admission, Budget, Holding, Lease, Need
+from appliance.core.health import State
+from appliance.core.pressure import Bounds, Pressure, Step
+from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.supervisor import Supervisor
+from models.errors import ApplianceError, InsufficientMemory, NotFound, NotReady, Overloaded
+from models.measurements import Memory
+
+log = structlog.get_logger()
+
+MIB = 2**20
+GUESSED_OVERHEAD_BYTES = 96 * MIB
+"""Of a worker before the first one was measured on this device."""
+_OVER_SAMPLES = 2
+"""Samples in a row over its lease after which a worker is recycled: one may be a run that ends at this moment."""
+_RETIRE_S = 60.0
+_SQUEEZE_IDLE_S = 5.0
+"""Under the last step of pressure a model that rested so long is unloaded."""
+_SPARE = "spare worker"
 
 
 class ModelState(Enum):
@@ -12,3 +49,534 @@ class ModelState(Enum):
     UNAVAILABLE = "UNAVAILABLE"
     LOADING = "LOADING"
     UNLOADING = "UNLOADING"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the machine says at one moment; None where it says nothing."""
+
+    available_bytes: int | None = None
+    stall: float | None = None
+    nvmap_bytes: int | None = None
+    process_bytes: Mapping[int, int] = field(default_factory=dict)
+    """By process id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an operator has decided."""
+
+    total_bytes: int
+    """For all models together."""
+    bounds: Bounds
+    idle_unload_s: float = 1800.0
+    sample_s: float = 0.5
+    spare: bool = True
+    """Keep one worker started, without a model, while a model waits to be loaded again."""
+
+
+UNLIMITED = Rules(total_bytes=2**62, bounds=Bounds(low_bytes=0, calm_bytes=0), idle_unload_s=float("inf"), spare=False)
+"""Everything fits, for ever."""
+
+
+class Tenant(Protocol):
+    """A model as its keeper sees it."""
+
+    name: str
+    supervisor: Supervisor
+    priority: int
+    file_bytes: int
+    runs: int
+    """At the same time."""
+    queue: int
+    """Requests that may wait for it."""
+    used_at: float
+    """When a request was answered last, in monotonic seconds."""
+
+
+class SpareWorker(Protocol):
+    """A worker that is started and holds no model."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its process; None when there is none."""
+
+    def keep(self) -> None:
+        """Start one unless there is one."""
+
+    def drop(self) -> None:
+        """End it if there is one."""
+
+
+@dataclass(slots=True)
+class Tenure:
+    """What the keeper knows of one model."""
+
+    tenant: Tenant
+    loaded: bool = True
+    """Whether it has a worker, or is about to; until `Keeper.start` whoever made its supervisor answers for that."""
+    leaving: bool = False
+    wakes: bool = True
+    """Whether its next request loads it."""
+    reason: str = ""
+    """Why it is not loaded."""
+    lease: Lease | None = None
+    used_bytes: int | None = None
+    peak_bytes: int = 0
+    predicted: Need | None = None
+    """At its first load here."""
+    over: int = 0
+    """Samples in a row."""
+    waiters: int = 0
+    """Requests that wait until it is loaded."""
+    task: asyncio.Task[None] | None = None
+    """Its loading or leaving."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Keeper:
+    """The one that decides which models are in memory."""
+
+    def __init__(
+        self,
+        tenants: Sequence[Tenant],
+        rules_: Rules,
+        *,
+        sample: Callable[[Sequence[int]], Sample] = lambda _pids: Sample(),
+        overhead_bytes: int | None = None,
+        spare: SpareWorker | None = None,
+        limit: Callable[[str, int, int], None] = lambda _name, _pid, _bytes: None,
+        on_learned: Callable[[str, Memory, int], None] = lambda _name, _memory, _overhead: None,
+    ) -> None:
+        """Keep `tenants` within `rules_`.
+
+        `sample` is called in a thread with the process ids to look at. `overhead_bytes` is what a worker was measured
+        to take here before it holds a model. `limit` is told name, process id and lease of a worker, for the kernel,
+        `on_learned` what was measured: of a model, and of a worker without one.
+        """
+        self.budget = Budget(rules_.total_bytes)
+        self.evictions = self.recycles = self.idle_unloads = 0
+        self.pressure = Pressure()
+        self._rules, self._sample, self._limit, self._on_learned = rules_, sample, limit, on_learned
+        self._overhead_bytes = overhead_bytes or GUESSED_OVERHEAD_BYTES
+        self._tenures = {tenant.name: Tenure(tenant) for tenant in tenants}
+        self._spare, self._spare_lease = spare, None if spare is None else self.budget.take(_SPARE, {})
+        self._deciding = asyncio.Lock()
+        self._seen = Sample()
+        self._watching: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._on_change: Callable[[], None] = lambda: None
+
+    # What the service asks for
+
+    def start(self, on_change: Callable[[], None]) -> None:
+        """Load what fits, in the order given; `on_change` is called after each change of a model."""
+        self._on_change = on_change
+        for tenure in self._tenures.values():
+            tenure.loaded, tenure.reason = False, "waits to be loaded"
+            self._begin(tenure, self._bring(tenure, may_evict=False))
+        self._watching = asyncio.ensure_future(self._watch())
+
+    async def stop(self, grace_s: float) -> None:
+        """End every worker."""
+        self._stopping = True
+        if self._watching:
+            self._watching.cancel()
+        tasks = [tenure.task for tenure in self._tenures.values() if tenure.task]
+        for task in tasks:
+            task.cancel()
+        if self._spare:
+            self._spare.drop()
+        await asyncio.gather(*(tenure.tenant.supervisor.stop(grace_s) for tenure in self._tenures.values()))
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+        """Load a model and wait until it serves; with `dry_run` only say what would be.
+
+        Raises InsufficientMemory when it does not fit, NotReady when it cannot be loaded, NotFound.
+        """
+        tenure = self._tenure(name)
+        admission = self._admission(tenure)
+        if dry_run:
+            return admission
+        if not tenure.loaded and not admission.fits:
+            raise rules.refusal(name, admission)
+        tenure.wakes = True
+        await self.wake(name)
+        health = tenure.tenant.supervisor.health
+        if health.state is not State.READY:
+            msg = (
+                f"model {name!r} cannot be loaded ({health.reason or health.state.value}): repair it, it is tried again"
+            )
+            raise NotReady(msg)
+        return admission
+
+    async def unload(self, name: str) -> None:
+        """Let a model answer what it holds, and end its worker; it stays away until it is loaded by name."""
+        tenure = self._tenure(name)
+        tenure.wakes = False
+        while tenure.task:
+            await self._join(tenure)
+        if tenure.loaded:
+            self._begin(tenure, self._leave(tenure, "unloaded by request"))
+            await self._join(tenure)
+        tenure.reason = "unloaded by request"
+        self._on_change()
+
+    async def wake(self, name: str) -> None:
+        """Return when the model can be asked, loading it if need be.
+
+        Raises InsufficientMemory when it does not fit, NotReady when an operator has unloaded it, Overloaded when
+        too many wait for it.
+        """
+        tenure = self._tenure(name)
+        if tenure.waiters >= tenure.tenant.queue:
+            msg = f"{tenure.waiters} requests wait until {name!r} is loaded: retry later"
+            raise Overloaded(msg)
+        tenure.waiters += 1
+        try:
+            while not tenure.loaded or tenure.leaving or tenure.task:
+                if tenure.task is None:
+                    if not tenure.wakes or self._stopping:
+                        msg = f"model {name!r} is not loaded ({tenure.reason}): load it first"
+                        raise NotReady(msg)
+                    self._begin(tenure, self._bring(tenure, may_evict=True))
+                await self._join(tenure)
+        finally:
+            tenure.waiters -= 1
+
+    def awake(self, name: str) -> bool:
+        """Whether a model can be asked at once."""
+        tenure = self._tenures.get(name)
+        return tenure is None or (tenure.loaded and not tenure.leaving)
+
+    def check(self, priority: int) -> None:
+        """Raise Overloaded for a request that memory pressure refuses."""
+        if self.pressure.step >= Step.REFUSE_LOW and priority > DEFAULT_PRIORITY:
+            raise Overloaded("memory is short, so requests of low priority are refused: retry later")
+
+    @contextlib.contextmanager
+    def batch(self, name: str, graph: str, input_bytes: int) -> Iterator[None]:
+        """Hold what a run of this size is expected to take beyond the model's own lease.
+
+        Raises InsufficientMemory, before anything is allocated, when it does not fit.
+        """
+        tenure = self._tenures.get(name)
+        memory = tenure.tenant.supervisor.memory if tenure else None
+        expected_bytes = rules.run_bytes_of(memory, graph, input_bytes)
+        own_bytes = tenure.lease.terms.get("activations", 0) if tenure and tenure.lease else 0
+        if expected_bytes <= own_bytes:
+            yield
+            return
+        lease = self.budget.take(name, {"batch": expected_bytes - own_bytes})
+        try:
+            yield
+        finally:
+            self.budget.give_back(lease)
+
+    def state(self, name: str) -> tuple[ModelState, str]:
+        """State of a model, and why it is not ready."""
+        tenure = self._tenure(name)
+        if tenure.leaving:
+            return ModelState.UNLOADING, "finishes what it holds"
+        if not tenure.loaded:
+            return (ModelState.LOADING if tenure.task else ModelState.UNAVAILABLE), tenure.reason
+        health = tenure.tenant.supervisor.health
+        if health.state is State.READY:
+            return ModelState.READY, ""
+        state = ModelState.LOADING if health.state in {State.LOADING, State.BUILDING} else ModelState.UNAVAILABLE
+        return state, health.reason or health.state.value
+
+    def asleep(self, name: str) -> bool:
+        """Whether a model is unloaded and the next request loads it, or nobody wants it: neither is a fault."""
+        tenure = self._tenures.get(name)
+        return tenure is not None and not tenure.loaded and tenure.task is None
+
+    def wakes(self, name: str) -> bool:
+        """Whether a request for this model is served, if need be after loading it."""
+        tenure = self._tenures.get(name)
+        return tenure is None or tenure.wakes
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is being loaded for the first time."""
+        return not any(tenure.task and not tenure.loaded for tenure in self._tenures.values())
+
+    def status(self) -> dict[str, Any]:
+        """Plain data for operators."""
+        return {
+            "budget_bytes": self.budget.total_bytes,
+            "leased_bytes": self.budget.leased_bytes,
+            "available_bytes": self._seen.available_bytes,
+            "nvmap_bytes": self._seen.nvmap_bytes,
+            "stall_percent": self._seen.stall,
+            "step": self.pressure.step.name.lower(),
+            "evictions": self.evictions,
+            "idle_unloads": self.idle_unloads,
+            "recycles": self.recycles,
+            "spare_pid": self._spare.pid if self._spare else None,
+            "models": [self._model_status(tenure) for tenure in self._tenures.values()],
+        }
+
+    def _model_status(self, tenure: Tenure) -> dict[str, Any]:
+        state, reason = self.state(tenure.tenant.name)
+        predicted = tenure.predicted
+        return {
+            "name": tenure.tenant.name,
+            "state": state.value,
+            "reason": reason or None,
+            "priority": tenure.tenant.priority,
+            "need_bytes": sum(self._need(tenure).terms.values()),
+            "lease_bytes": dict(self.budget.by_term(tenure.tenant.name)),
+            "used_bytes": tenure.used_bytes,
+            "peak_bytes": tenure.peak_bytes or None,
+            "predicted_bytes": sum(predicted.terms.values()) if predicted else None,
+        }
+
+    # Loading and unloading
+
+    def _tenure(self, name: str) -> Tenure:
+        if name not in self._tenures:
+            msg = f"there is no model {name[:100]!r}; known are {', '.join(sorted(self._tenures)) or 'none'}"
+            raise NotFound(msg)
+        return self._tenures[name]
+
+    def _need(self, tenure: Tenure) -> Need:
+        tenant = tenure.tenant
+        return rules.need_of(
+            tenant.supervisor.memory,
+            overhead_bytes=self._overhead_bytes,
+            file_bytes=tenant.file_bytes,
+            runs=tenant.runs,
+        )
+
+    def _holdings(self) -> list[Holding]:
+        return [
+            Holding(
+                name=name,
+                size_bytes=tenure.lease.size_bytes,
+                priority=tenure.tenant.priority,
+                used_at=max(tenure.tenant.used_at, tenure.tenant.supervisor.health.since),
+                busy=tenure.task is not None
+                or bool(tenure.tenant.supervisor.waiting + tenure.tenant.supervisor.running),
+            )
+            for name, tenure in self._tenures.items()
+            if tenure.lease
+        ]
+
+    def _admission(self, tenure: Tenure) -> Admission:
+        need, have_bytes = self._need(tenure), self.budget.free_bytes
+        if self._spare_lease:  # it is a worker for whoever needs one
+            have_bytes += self._spare_lease.size_bytes
+        if tenure.lease:
+            have_bytes += tenure.lease.size_bytes
+        need_bytes = sum((need.terms if tenure.loaded else need.loading_terms).values())
+        others = [one for one in self._holdings() if one.name != tenure.tenant.name]
+        return rules.admit(need_bytes, have_bytes, others, priority=tenure.tenant.priority)
+
+    def _begin(self, tenure: Tenure, work: Any) -> None:  # noqa: ANN401 - a coroutine
+        tenure.task = asyncio.ensure_future(work)
+        tenure.task.add_done_callback(lambda task: self._ended(tenure, task))
+
+    def _ended(self, tenure: Tenure, task: asyncio.Task[None]) -> None:
+        if tenure.task is task:
+            tenure.task = None
+        if not task.cancelled() and task.exception() and not isinstance(task.exception(), ApplianceError):
+            log.error("memory_keeper_fault", model=tenure.tenant.name, exc_info=task.exception())
+        self._on_change()
+
+    @staticmethod
+    async def _join(tenure: Tenure) -> None:
+        """Wait for what is done with a model, which goes on when the one who waits leaves."""
+        if tenure.task:
+            await asyncio.shield(tenure.task)
+
+    async def _bring(self, tenure: Tenure, *, may_evict: bool) -> None:
+        """Make room for a model and start its worker; returns when it is ready or has failed for the first time."""
+        tenant = tenure.tenant
+        need = self._need(tenure)
+        try:
+            async with self._deciding:
+                await self._make_room(tenure, may_evict=may_evict)
+                tenure.lease = self.budget.take(tenant.name, need.loading_terms)
+            tenure.predicted = tenure.predicted or need
+            tenure.loaded, tenure.over = True, 0
+            await self._start(tenure, tenant.supervisor)
+            if not self._fit(tenure):
+                async with self._deciding:
+                    await self._make_room(tenure, may_evict=may_evict)
+                    self._fit(tenure)
+        except InsufficientMemory as error:
+            log.warning("model_not_loaded", model=tenant.name, reason=str(error))
+            if tenure.lease:  # it turned out to need more than was thought
+                await self._leave(tenure, str(error))
+            tenure.reason = str(error)
+            raise
+
+    async def _start(self, tenure: Tenure, supervisor: Supervisor) -> None:
+        """Start a worker and wait for its first word."""
+
+        def changed() -> None:
+            tenure.changed.set()
+            self._on_change()
+
+        def measured() -> None:
+            present = tenure.tenant.supervisor
+            if present is not supervisor and present.memory and supervisor.memory:  # two serve side by side
+                present.memory = present.memory.joined(supervisor.memory)
+            self._fit(tenure)
+
+        supervisor.start(
+            changed,
+            run_limit_bytes=max(1, self.budget.total_bytes - self._overhead_bytes),
+            on_measured=measured,
+        )
+        while supervisor.health.state is State.LOADING:
+            tenure.changed.clear()
+            await tenure.changed.wait()
+        if supervisor.ready and supervisor.ready.overhead_bytes:
+            self._overhead_bytes = supervisor.ready.overhead_bytes
+
+    async def _make_room(self, tenure: Tenure, *, may_evict: bool) -> None:
+        """Evict what must go; raises InsufficientMemory when a model does not fit."""
+        while not (admission := self._admission(tenure)).fits or (admission.would_evict and not may_evict):
+            loading = [one for one in self._tenures.values() if one.task and one.lease and one is not tenure]
+            if not loading:
+                raise rules.refusal(tenure.tenant.name, admission)
+            # What they need to load is more than what they will keep.
+            await asyncio.wait([one.task for one in loading if one.task], return_when=asyncio.FIRST_COMPLETED)
+        self._lend_spare()
+        for name in admission.would_evict:
+            evicted = self._tenures[name]
+            self.evictions += 1
+            log.info("model_evicted", model=name, room_for=tenure.tenant.name)
+            self._begin(evicted, self._leave(evicted, f"evicted for {tenure.tenant.name}, its next request loads it"))
+            await self._join(evicted)
+
+    async def _leave(self, tenure: Tenure, reason: str) -> None:
+        """Let a model finish what it holds and end its worker."""
+        tenure.leaving, tenure.reason = True, reason
+        self._on_change()
+        try:
+            await tenure.tenant.supervisor.retire(_RETIRE_S)
+        finally:
+            tenure.leaving = tenure.loaded = False
+            tenure.used_bytes = None
+            if tenure.lease:
+                self.budget.give_back(tenure.lease)
+                tenure.lease = None
+
+    def _fit(self, tenure: Tenure) -> bool:
+        """Make the lease what was measured; whether the budget allows that. If not, `_judge` sees what comes of it."""
+        supervisor = tenure.tenant.supervisor
+        if tenure.lease is None or tenure.leaving or supervisor.health.state is State.LOADING:
+            return True
+        if supervisor.memory:
+            self._on_learned(tenure.tenant.name, supervisor.memory, self._overhead_bytes)
+        try:
+            tenure.lease = self.budget.change(tenure.lease, self._need(tenure).terms)
+        except InsufficientMemory:
+            return False
+        return True
+
+    async def _recycle(self, tenure: Tenure, reason: str) -> None:
+        """Put a fresh worker in place of one that takes too much: beside it where memory allows, else after it."""
+        tenant, old, old_lease = tenure.tenant, tenure.tenant.supervisor, tenure.lease
+        began_at = time.monotonic()
+        try:
+            second = self.budget.take(tenant.name, self._need(tenure).loading_terms)
+        except InsufficientMemory:
+            wakes, tenure.wakes = tenure.wakes, True
+            await self._leave(tenure, reason)
+            await self._bring(tenure, may_evict=False)
+            tenure.wakes = wakes
+            log.info("worker_recycled", model=tenant.name, reason=reason, gap_s=round(time.monotonic() - began_at, 3))
+            return
+        fresh = old.twin()
+        await self._start(tenure, fresh)
+        if fresh.health.state is not State.READY:
+            await fresh.stop(0)
+            self.budget.give_back(second)
+            return
+        tenant.supervisor, tenure.lease = fresh, second
+        await old.retire(_RETIRE_S)
+        if old_lease:
+            self.budget.give_back(old_lease)
+        self._fit(tenure)
+        log.info("worker_recycled", model=tenant.name, reason=reason, gap_s=0.0)
+
+    # Watching
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._rules.sample_s)
+            try:
+                pids = [pid for tenure in self._tenures.values() if (pid := tenure.tenant.supervisor.pid)]
+                self._judge(await asyncio.to_thread(self._sample, pids), time.monotonic())
+            except Exception:  # whatever it is, the next sample must be taken
+                log.exception("memory_watch_failed")
+
+    def _judge(self, sample: Sample, now: float) -> None:
+        """Do what the figures ask for."""
+        self._seen = sample
+        for name, tenure in self._tenures.items():
+            pid = tenure.tenant.supervisor.pid
+            used_bytes = sample.process_bytes.get(pid) if pid else None
+            if used_bytes is None or tenure.lease is None or pid is None:
+                continue
+            tenure.used_bytes, tenure.peak_bytes = used_bytes, max(used_bytes, tenure.peak_bytes)
+            allowed_bytes = sum(self.budget.by_term(name).values())
+            if tenure.tenant.supervisor.explores:
+                allowed_bytes += max(0, self.budget.free_bytes)
+            self._limit(name, pid, allowed_bytes)
+            tenure.over = tenure.over + 1 if used_bytes > allowed_bytes else 0
+            if tenure.over >= _OVER_SAMPLES and tenure.task is None:
+                tenure.over = 0
+                self.recycles += 1
+                reason = f"it takes {used_bytes // MIB} MiB, its lease is {allowed_bytes // MIB} MiB"
+                log.warning("worker_over_lease", model=name, pid=pid, reason=reason)
+                self._begin(tenure, self._recycle(tenure, reason))
+        step = self.pressure.step
+        self.pressure = self.pressure.after(
+            now, self._rules.bounds, available_bytes=sample.available_bytes, stall=sample.stall
+        )
+        if self.pressure.step is not step:
+            self._shed(step)
+        self._unload_idle(now)
+        self._tend_spare()
+
+    def _shed(self, before: Step) -> None:
+        step = self.pressure.step
+        log.warning("memory_pressure", step=step.name.lower(), before=before.name.lower())
+        for tenure in self._tenures.values():
+            tenure.tenant.supervisor.narrow(step >= Step.NARROW)
+        self._on_change()
+
+    def _unload_idle(self, now: float) -> None:
+        squeezed = self.pressure.step >= Step.UNLOAD_IDLE
+        after_s = min(_SQUEEZE_IDLE_S, self._rules.idle_unload_s) if squeezed else self._rules.idle_unload_s
+        for name in rules.idle(self._holdings(), now, after_s)[: 1 if squeezed else None]:
+            tenure = self._tenures[name]
+            why = "memory is short" if squeezed else f"nobody used it for {after_s:g} s"
+            self.idle_unloads += 1
+            log.info("model_unloaded", model=name, why=why)
+            self._begin(tenure, self._leave(tenure, f"{why}, its next request loads it"))
+
+    def _tend_spare(self) -> None:
+        """A spare worker waits exactly while a model may come back and memory is no worry."""
+        if self._spare is None or self._spare_lease is None:
+            return
+        wanted = any(tenure.wakes and self.asleep(name) for name, tenure in self._tenures.items())
+        busy = any(tenure.task for tenure in self._tenures.values())
+        if not wanted or self.pressure.step > Step.NORMAL:
+            self._lend_spare()
+            self._spare.drop()
+        elif not busy and self._spare.pid is None:
+            with contextlib.suppress(InsufficientMemory):
+                self._spare_lease = self.budget.change(self._spare_lease, {"overhead": self._overhead_bytes})
+                self._spare.keep()
+
+    def _lend_spare(self) -> None:
+        """Give the lease of the spare worker back: the model that is loaded now takes it over, lease and all."""
+        if self._spare_lease is not None:
+            self._spare_lease = self.budget.change(self._spare_lease, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,23 +13,28 @@ import numpy as np
 import orjson
 
 from appliance import wire
+from appliance.adapters import host
 from appliance.broken import BrokenSession
+from appliance.core.budget import PICTURE_COPIES
+from appliance.gauge import Gauge, trim
 from appliance.runtime import Session, choose
 from appliance.runtime.machine import time_in_turn
 from models import tasks
 from models.bundle import Golden, Graph, TaskSpec
 from models.engine import ENGINES
-from models.errors import ApplianceError, BundleError, ModelError, NotFound
+from models.errors import ApplianceError, BundleError, InsufficientMemory, ModelError, NotFound
 from models.folder import BundleFolder
-from models.measurements import fastest
+from models.measurements import Memory, fastest
 from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec
-from models.tasks.picture import decode_picture
+from models.tasks.picture import decode_picture, picture_size
 
 T = TypeVar("T")
 
 _TRIED_SIZES = (1, 32, 224, 320, 8, 640)
 _MOST_TRIED_ELEMENTS = 2**24
 """A guess that needs more than this is no request that anybody sends, and could take all memory there is."""
+_PIXEL_BYTES = 3
+"""Of a decoded picture."""
 _MEASURE_RUNS = 10
 _MEASURE_S = 0.25
 """For all precisions of one graph together: whoever starts a daemon waits for it."""
@@ -40,14 +46,18 @@ class Model:
     def __init__(self, order: wire.Open) -> None:
         """Load and prove the model of `order`; raises BundleError when it cannot be trusted."""
         started = time.perf_counter()
-        self._max_pixels = order.max_pixels
+        engines = Path(order.bundle, ENGINES) if order.bundle else None
+        self.runtime = choose(order.runtime, engines=engines, run_limit_bytes=order.run_limit_bytes)
+        gauge = Gauge()
+        self.overhead_bytes = host.process_bytes(os.getpid())
+        before_bytes = gauge.resident_bytes()
+        self._max_pixels, self._run_limit_bytes = order.max_pixels, order.run_limit_bytes
         self._sessions: dict[str, Session] = {}
         self._folder: BundleFolder | None = None
         self._tried: dict[str, Array] | None = None
         self.precisions: dict[str, str] = {}
         self.latency_ms: dict[str, dict[str, float]] = {}
         self.unproven = ""
-        self.runtime = choose(order.runtime, engines=Path(order.bundle, ENGINES) if order.bundle else None)
         if order.bundle:
             folder = BundleFolder(Path(order.bundle))
             if folder.manifest.digest != order.digest:
@@ -60,6 +70,12 @@ class Model:
         else:
             self._task = tasks.make(TaskSpec("tensors"), [])
             self._open_bare(Path(order.onnx), spoiled=order.spoiled)
+        peak_bytes = gauge.peak_bytes()
+        self.trim()
+        self.memory: Memory | None = None
+        if gauge.works:
+            weights_bytes = max(0, gauge.resident_bytes() - before_bytes)
+            self.memory = Memory(weights_bytes, max(weights_bytes, peak_bytes - before_bytes))
         self.load_s = time.perf_counter() - started
 
     def describe(self) -> wire.Ready:
@@ -72,7 +88,32 @@ class Model:
             load_s=self.load_s,
             latency_ms=self.latency_ms,
             unproven=self.unproven,
+            overhead_bytes=self.overhead_bytes,
+            memory=self.memory,
         )
+
+    def trim(self) -> None:
+        """Give back the memory that earlier runs have left allocated for later ones."""
+        self.runtime.release()
+        trim()
+
+    def input_bytes(self, graph: str, tensors: Sequence[Tensor]) -> int:
+        """The size by which a request's memory is judged: of its tensors, or of its pictures once decoded.
+
+        Raises InsufficientMemory for pictures whose pixels alone are more than runs may take, and what
+        `picture_size` raises; nothing is decoded.
+        """
+        if graph:
+            return sum(memoryview(tensor.data).nbytes for tensor in tensors)
+        pixels = [math.prod(picture_size(content, self._max_pixels)) for content in tensors[0].to_array()]
+        largest = max(pixels, default=0) * _PIXEL_BYTES
+        if 0 < self._run_limit_bytes < largest * PICTURE_COPIES:
+            msg = (
+                f"a picture takes {largest // 2**20} MiB once decoded, and what is made of it as much again, but runs "
+                f"of this model may take {self._run_limit_bytes // 2**20} MiB: scale it down first"
+            )
+            raise InsufficientMemory(msg, need_bytes=largest * PICTURE_COPIES, have_bytes=self._run_limit_bytes)
+        return largest
 
     def infer(
         self, graph: str, inputs: Sequence[Tensor], outputs: Sequence[str] | None

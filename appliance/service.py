@@ -1,8 +1,12 @@
-"""The one room between the doors (HTTP, MQTT) and the workers: infer, predict, execute, status."""
+"""The one room between the doors (HTTP, MQTT) and the workers: infer, predict, execute, status.
+
+Past 400 lines with `Bundle`, what it serves: the two are read together, and each door sees both.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,10 +23,11 @@ from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import MEND, Faults, Injection
-from appliance.memory import ModelState
+from appliance.life import Life, StartLife
+from appliance.memory import UNLIMITED, Keeper, ModelState
 from appliance.supervisor import Supervisor
 from models.bundle import Manifest
-from models.errors import BadInput, ModelError, NotFound, NotReady, TooLarge
+from models.errors import BadInput, DeadlineExceeded, ModelError, NotFound, TooLarge
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
 
 PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(TensorSpec("result", "BYTES", (-1,)),))
@@ -98,7 +103,10 @@ class ModelInfo:
     platform: str
     spec: ModelSpec
     ready: bool
+    """Whether it answers; one that its next request loads does."""
     reason: str
+    wanted: bool = True
+    """Whether it should be ready; not when an operator has unloaded it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +129,22 @@ class Bundle:
         *,
         manifest: Manifest | None,
         on_ready: Callable[[wire.Ready], None],
+        priority: int = DEFAULT_PRIORITY,
+        file_bytes: int = 0,
+        start_life: StartLife = Life,
     ) -> None:
-        """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file."""
+        """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file.
+
+        `priority` (lower is more important) decides who is unloaded for others; `file_bytes` are those of the graphs
+        that will be open.
+        """
+        self.priority, self.file_bytes, self.runs = priority, file_bytes, limits.concurrency
+        self.queue = limits.queue
+        self.used_at = 0.0
+        """When a request was answered last, in monotonic seconds."""
         self.name, self.manifest = ways[0].name, manifest
         self.digest = ways[0].digest or None
-        self.supervisor = Supervisor(ways, limits, on_ready=on_ready)
+        self.supervisor = Supervisor(ways, limits, on_ready=on_ready, start_life=start_life)
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
         self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: wire.BARE_GRAPH}
@@ -167,12 +186,15 @@ class Bundle:
         """Whether `name` is the bundle as a whole rather than a graph with raw tensors."""
         return name not in self._graphs
 
-    def info(self, name: str) -> ModelInfo:
-        """What clients may know of one of `names`."""
-        reason = self.unready
+    def info(self, name: str, reason: str, *, wanted: bool) -> ModelInfo:
+        """What clients may know of one of `names`; `reason` is why it is not ready, empty when it is."""
         ready = self.supervisor.ready
         platform = "appliance" if self.takes_pictures(name) else _PLATFORMS.get(ready.runtime if ready else "", "")
-        return ModelInfo(name, self.version, platform, self.spec(name), not reason, reason)
+        return ModelInfo(name, self.version, platform, self.spec(name), not reason, reason, wanted)
+
+    def graph(self, name: str) -> str:
+        """The graph that computes for one of `names`; empty for the bundle as a whole."""
+        return self._graphs.get(name, "")
 
     async def infer(self, request: InferRequest, now: float) -> InferResponse:
         """Send a request to the worker and name what computed the answer."""
@@ -192,6 +214,7 @@ class Bundle:
             source=request.source,
         )
         self._has_answered = True
+        self.used_at = time.monotonic()
         ready = self.supervisor.ready
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
@@ -211,10 +234,12 @@ class Service:
         device_id: str,
         facts: Callable[[], Mapping[str, Any]],
         faults: Faults | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         """Serve `bundles`; `facts` adds what only the host or a door knows to `status`.
 
-        `faults` injects faults; None where that is off.
+        `faults` injects faults; None where that is off. `keeper` decides which bundles are in memory; without one
+        all are.
         """
         self.device_id = device_id
         self.listeners: list[Callable[[], None]] = []
@@ -222,29 +247,49 @@ class Service:
         self.observers: list[Observer] = []
         """Told of each request for a model that is served, whatever became of it; must be quick."""
         self._bundles = bundles
+        self._keeper = keeper or Keeper(bundles, UNLIMITED)
         self._facts, self._faults = facts, faults
         self._started = time.monotonic()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._by_model = {name: bundle for bundle in bundles for name in bundle.names}
 
     def start(self) -> None:
-        """Start every worker."""
-        for bundle in self._bundles:
-            bundle.supervisor.start(on_change=self._tell)
+        """Start a worker for every model that fits into memory."""
+        self._keeper.start(self._tell)
 
     async def stop(self, grace_s: float) -> None:
         """Answer what runs, refuse the rest, end the workers."""
-        await asyncio.gather(*(bundle.supervisor.stop(grace_s) for bundle in self._bundles))
+        await self._keeper.stop(grace_s)
+
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+        """Load a model and wait until it serves; with `dry_run` only say what it needs and who would go for it.
+
+        `name` is that of a bundle or of one of its graphs, which come together. Raises NotFound, InsufficientMemory
+        when it does not fit, NotReady when it cannot be loaded.
+        """
+        return await self._keeper.load(self._bundle(name).name, dry_run=dry_run)
+
+    async def unload(self, name: str) -> None:
+        """Let a model answer what it holds and free its memory; it stays unloaded until `load`. Raises NotFound."""
+        await self._keeper.unload(self._bundle(name).name)
+
+    def repository(self) -> list[RepositoryModel]:
+        """Every model by name with its state, loaded or not."""
+        found = []
+        for bundle in self._bundles:
+            state, reason = self._keeper.state(bundle.name)
+            found += [RepositoryModel(name, bundle.version, state, reason) for name in bundle.names]
+        return found
 
     @property
     def ready(self) -> bool:
-        """Whether every model has proven itself."""
-        return not any(bundle.unready for bundle in self._bundles)
+        """Whether every model that is wanted has proven itself, or is loaded by its next request."""
+        return not any(self._unready(bundle) for bundle in self._bundles if self._keeper.wakes(bundle.name))
 
     @property
     def settled(self) -> bool:
-        """Whether no model is loading: each has proven itself, or waits after a failure."""
-        return all(bundle.supervisor.health.state is not State.LOADING for bundle in self._bundles)
+        """Whether no model is loading: each has proven itself, waits after a failure, or does not fit."""
+        return not any(self._keeper.state(bundle.name)[0] is ModelState.LOADING for bundle in self._bundles)
 
     @property
     def failed(self) -> str:
@@ -253,30 +298,11 @@ class Service:
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""
-        return [bundle.info(name) for bundle in self._bundles for name in bundle.names]
+        return [self._info(bundle, name) for bundle in self._bundles for name in bundle.names]
 
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """One model; raises NotFound."""
-        return self._bundle(name, version).info(name)
-
-    def repository(self) -> list[RepositoryModel]:
-        """Every model by name with its state, loaded or not."""
-        return [
-            RepositoryModel(
-                one.name, one.version, ModelState.READY if one.ready else ModelState.UNAVAILABLE, one.reason
-            )
-            for one in self.models()
-        ]
-
-    async def load(self, name: str, *, dry_run: bool = False) -> Admission:  # noqa: ARG002 - nothing to do either way
-        """Load a model, or with `dry_run` only tell whether it would fit; every model is loaded at the start."""
-        self._bundle(name)
-        return Admission(fits=True, need_bytes=0, have_bytes=0, would_evict=())
-
-    async def unload(self, name: str) -> None:
-        """Unload a model when it has answered what it holds."""
-        self._bundle(name)
-        raise NotReady("models cannot be unloaded while the appliance runs")
+        return self._info(self._bundle(name, version), name)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors; a whole bundle answers with its predict documents in a BYTES tensor.
@@ -329,14 +355,24 @@ class Service:
             "uptime_s": round(time.monotonic() - self._started, 1),
             "ready": self.ready,
             "reboot_wanted": next((health.reboot_wanted for health in self._healths if health.reboot_wanted), None),
-            "models": [_model_status(bundle) for bundle in self._bundles],
+            "models": [_model_status(bundle, self._unready(bundle)) for bundle in self._bundles],
             "workers": [_worker_status(bundle) for bundle in self._bundles],
+            "memory": self._keeper.status(),
             **self._facts(),
         }
 
     @property
     def _healths(self) -> list[WorkerHealth]:
         return [bundle.supervisor.health for bundle in self._bundles]
+
+    def _unready(self, bundle: Bundle) -> str:
+        """Why a bundle is not ready; one that its next request loads is."""
+        if self._keeper.asleep(bundle.name):
+            return "" if self._keeper.wakes(bundle.name) else self._keeper.state(bundle.name)[1]
+        return bundle.unready
+
+    def _info(self, bundle: Bundle, name: str) -> ModelInfo:
+        return bundle.info(name, self._unready(bundle), wanted=self._keeper.wakes(bundle.name))
 
     def _tell(self) -> None:
         for listener in self.listeners:
@@ -348,7 +384,11 @@ class Service:
         fault: BaseException | None = None
         timing_ms: Mapping[str, float] = {}
         try:
-            response = await bundle.infer(request, started)
+            self._keeper.check(request.priority)
+            if not self._keeper.awake(bundle.name):
+                await self._wake(bundle, request, started)
+            with self._room(bundle, request):
+                response = await bundle.infer(request, started)
             timing_ms = response.timing_ms
         except BaseException as error:  # a client that left is a CancelledError
             fault = error
@@ -359,6 +399,23 @@ class Service:
             outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms)
             for observer in self.observers:
                 observer(outcome)
+
+    async def _wake(self, bundle: Bundle, request: InferRequest, started: float) -> None:
+        """Wait until a model that was unloaded is back, no longer than the request may take."""
+        spent_s = time.monotonic() - started
+        limit_s = None if request.deadline_ms is None else max(0.0, request.deadline_ms / 1e3 - spent_s)
+        try:
+            await asyncio.wait_for(self._keeper.wake(bundle.name), limit_s)
+        except asyncio.TimeoutError:
+            raise DeadlineExceeded("the deadline passed while the model was loaded: allow more time") from None
+
+    def _room(self, bundle: Bundle, request: InferRequest) -> contextlib.AbstractContextManager[None]:
+        """The memory that a request's tensors call for; pictures are judged by the worker, which reads their size."""
+        graph = bundle.graph(request.model)
+        if not graph:
+            return contextlib.nullcontext()
+        input_bytes = sum(memoryview(tensor.data).nbytes for tensor in request.tensors)
+        return self._keeper.batch(bundle.name, graph, input_bytes)
 
     def _bundle(self, name: str, version: str | None = None) -> Bundle:
         bundle = self._by_model.get(name)
@@ -400,7 +457,7 @@ def _precisions(ready: wire.Ready) -> str:
     return ", ".join(f"{graph} {info.precision}" for graph, info in sorted(ready.graphs.items()))
 
 
-def _model_status(bundle: Bundle) -> dict[str, Any]:
+def _model_status(bundle: Bundle, unready: str) -> dict[str, Any]:
     ready = bundle.supervisor.ready
     return {
         "name": bundle.name,
@@ -408,8 +465,8 @@ def _model_status(bundle: Bundle) -> dict[str, Any]:
         "digest": bundle.digest,
         "trust": bundle.trust,
         "takes_pictures": bundle.takes_pictures(bundle.name),
-        "ready": not bundle.unready,
-        "reason": bundle.unready or None,
+        "ready": not unready,
+        "reason": unready or None,
         "degraded": bundle.supervisor.health.degraded or None,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_settings import (
@@ -106,6 +106,29 @@ class Limits(_Part):
     quarantine_s: float = Field(default=_LIMITS.quarantine_s, gt=0, description="what cannot load is tried this rarely")
 
 
+class Memory(_Part):
+    """One budget for all models."""
+
+    budget_bytes: int | None = Field(
+        default=None, gt=0, description="for all models together; all there is less the reserve when left out"
+    )
+    reserve_bytes: int | None = Field(
+        default=None, ge=0, description="left to the system; an eighth, but 256 MiB to 2 GiB, when left out"
+    )
+    low_available_bytes: int | None = Field(
+        default=None, ge=0, description="load is shed while less is available; a quarter of the reserve when left out"
+    )
+    idle_unload_s: float = Field(default=1800.0, gt=0, description="a model nobody used for so long is unloaded")
+    idle_trim_s: float = Field(default=5.0, gt=0, description="a worker without work for so long gives memory back")
+    sample_s: float = Field(default=0.5, gt=0, le=60, description="how often memory is looked at")
+    spare_worker: bool = Field(
+        default=True, description="keep a worker started while a model is unloaded, so that it is back sooner"
+    )
+    priorities: Mapping[str, Annotated[int, Field(ge=1, le=10)]] = Field(
+        default={}, description="by model, 1 (most important) to 10, default 5: who is unloaded for whom"
+    )
+
+
 class Clock(_Part):
     """How far the wall clock is believed."""
 
@@ -143,6 +166,7 @@ class Settings(BaseSettings):
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
+    memory: Memory = Memory()
     clock: Clock = Clock()
     faults: Faults = Faults()
 

@@ -2,11 +2,15 @@
 
 Runs on the event loop and never blocks it. What to do when is decided in `core.health`, `core.schedule`
 and `core.watch`; this file performs it: spawn, send, receive, prove, kill, reap, and wake up in time.
+
+It is past 400 lines because every step is a few lines on the same state: the life, what it holds, the queue, the
+health, one timer. Cut in two, each half would need most of the other's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -21,7 +25,7 @@ from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, Wo
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
 from appliance.core.watch import NEVER, Watch
-from appliance.life import Life
+from appliance.life import Life, StartLife
 from models.errors import (
     DeadlineExceeded,
     NotReady,
@@ -36,6 +40,7 @@ log = structlog.get_logger()
 
 _LINGER_S = 0.5
 """A worker that has hung up may take this long to end by itself, so that its own reason is seen."""
+_LEAST_GRACE_S = 1.0
 _OUTPUT_READS = 4
 """As much as a pipe holds: what a worker has left behind when it is gone."""
 
@@ -68,14 +73,18 @@ class Supervisor:
         *,
         on_ready: Callable[[wire.Ready], None],
         rebuild: Callable[[wire.Open], Coroutine[None, None, None]] | None = None,
+        start_life: StartLife = Life,
     ) -> None:
         """Serve one model, opened in the first of `ways`; the others are what it falls back to, in that order.
 
         `on_ready` is told each time a worker has proven itself. `rebuild` makes the engines of the model again,
-        and raises ApplianceError when it cannot; None where there are no engines.
+        and raises ApplianceError when it cannot; None where there are no engines. `start_life` gives it a process.
         """
         self.name = ways[0].name
         self.ready: wire.Ready | None = None
+        self.memory = ways[0].memory
+        """What the model takes, as far as it was measured."""
+        self._start_life = start_life
         self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
         self._patience = Patience(limits.calm_s, limits.quarantine_s)
         self.health = WorkerHealth(patience=self._patience)
@@ -89,6 +98,11 @@ class Supervisor:
         self._spoiled = False
         self._timer: asyncio.TimerHandle | None = None
         self._gone = asyncio.Event()
+        self._unmeasured: set[int] = set()
+        """Runs that take nobody knows how much."""
+        self._quiet = asyncio.Event()
+        """Set while nothing waits or runs."""
+        self._quiet.set()
 
     @property
     def pid(self) -> int | None:
@@ -101,16 +115,53 @@ class Supervisor:
         return len(self._schedule)
 
     @property
+    def explores(self) -> bool:
+        """Whether the worker runs something of which it is not known yet what it takes."""
+        return bool(self._unmeasured)
+
+    @property
     def running(self) -> int:
         """Requests that the worker holds."""
         return len(self._watch)
 
-    def start(self, on_change: Callable[[], None]) -> None:
-        """Spawn the first worker; `on_change` is called after each change of `health`."""
+    def start(
+        self,
+        on_change: Callable[[], None],
+        *,
+        run_limit_bytes: int = 0,
+        on_measured: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Spawn a worker, the first one or one after `stop`; `on_change` is called after each change of `health`.
+
+        `on_measured` is called when `memory` has changed; all runs together may take `run_limit_bytes` (0: no limit).
+        """
         self._loop = asyncio.get_running_loop()
-        self._on_change = on_change
-        self.health = WorkerHealth(since=time.monotonic(), patience=self._patience)
+        self._on_change, self._on_measured = on_change, on_measured
+        self._ways = [replace(way, run_limit_bytes=run_limit_bytes, memory=self.memory) for way in self._ways]
+        now = time.monotonic()
+        self.health = replace(self.health.renewed(now), state=State.LOADING, reason="", cause=None)
         self._spawn()
+
+    def twin(self) -> Supervisor:
+        """Another worker of the same model, not started, that knows what this one has learned and counted."""
+        twin = Supervisor(
+            self._ways, self._limits, on_ready=self._on_ready, rebuild=self._rebuild, start_life=self._start_life
+        )
+        twin.ready, twin.memory = self.ready, self.memory
+        twin.health = replace(self.health, restarts=self.health.restarts + 1)
+        return twin
+
+    def narrow(self, narrow: bool) -> None:
+        """Take less memory: half the queue, and one run at a time."""
+        self._in_flight = 1 if narrow else 2 * self._limits.concurrency
+        self._schedule.capacity = max(1, self._limits.queue // 2) if narrow else self._limits.queue
+
+    async def retire(self, grace_s: float) -> None:
+        """Answer all that waits and runs, then see the worker gone; what is left after `grace_s` is refused."""
+        until = time.monotonic() + grace_s
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._quiet.wait(), grace_s)
+        await self.stop(max(until - time.monotonic(), _LEAST_GRACE_S))
 
     async def submit(
         self,
@@ -246,17 +297,19 @@ class Supervisor:
         return NotReady(f"{what} restarts after a fault ({health.reason}): retry shortly")
 
     def _spawn(self) -> None:
-        # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
-        most = self._in_flight + self._limits.concurrency
         try:
-            life = Life(
-                most * (self._limits.body_bytes + wire.INLINE_BYTES), on_data=self._receive, on_end=self._hung_up
+            life = self._start_life(
+                arena_bytes_of(self._limits),
+                self._ways[self.health.way].runtime,
+                on_data=self._receive,
+                on_end=self._hung_up,
             )
         except OSError as error:  # no memory, process or descriptor left: that may pass
             self._struck(Fault.CRASH, f"no worker can be started: {error.strerror}")
             self._rearm()
             return
         self._life, self._watch, self._proof = life, self._new_watch(), None
+        self._unmeasured.clear()
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
@@ -288,10 +341,9 @@ class Supervisor:
         message, payloads, slots = wire.decode(data, life.answers)
         if isinstance(message, wire.Done):
             # Copied out at once, so the worker's arena never fills up with answers.
-            tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
+            self._answered(message, wire.join(message.tensors, [bytes(payload) for payload in payloads]))
             if slots:
                 self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            self._answered(message, tensors)
             self._pump()
         elif isinstance(message, wire.Error):
             self._run_failed(life, message)
@@ -301,25 +353,43 @@ class Supervisor:
         elif isinstance(message, wire.Free):
             for slot in message.slots:
                 life.requests.free(Slot(*slot))
+        elif isinstance(message, wire.Unmeasured | wire.Measured):
+            self._measured(message)
         elif isinstance(message, wire.Ready):
-            self.ready = message
-            # The next worker need not measure again what this one has, and what serves already is no other way.
-            self._ways = [
-                replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
-                for i, way in enumerate(self._ways)
-                if i <= self.health.way or not _serves(message, way)
-            ]
-            self._watch.rest(time.monotonic())
-            self._moved(Event.BECAME_READY)
-            log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
-            self._on_ready(message)
-            self._pump()
+            self._became_ready(life, message)
         elif isinstance(message, wire.Failed):
             life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
+
+    def _measured(self, message: wire.Unmeasured | wire.Measured) -> None:
+        if isinstance(message, wire.Unmeasured):
+            self._unmeasured.add(message.id)
+            return
+        if self.memory:
+            self.memory = self.memory.learned(message.graph, message.bucket_bytes, message.run_bytes)
+        self._on_measured()
+
+    def _became_ready(self, life: Life, message: wire.Ready) -> None:
+        self.ready = message
+        if message.memory:
+            known = self.memory.run_bytes if self.memory else {}
+            self.memory = replace(message.memory, run_bytes={**known, **message.memory.run_bytes})
+        # The next worker need not measure again what this one has, and what serves already is no other way.
+        self._ways = [
+            replace(way, latency_ms={**way.latency_ms, **message.latency_ms})
+            for i, way in enumerate(self._ways)
+            if i <= self.health.way or not _serves(message, way)
+        ]
+        self._watch.rest(time.monotonic())
+        self._moved(Event.BECAME_READY)
+        log.info("model_ready", model=self.name, pid=life.process.pid, load_s=round(message.load_s, 3))
+        self._on_ready(message)
+        self._on_measured()
+        self._pump()
 
     def _answered(self, message: wire.Done, tensors: list[Tensor]) -> None:
         now = time.monotonic()
         held = self._watch.leave(message.id, now)
+        self._unmeasured.discard(message.id)
         if message.id == self._proof:
             self._proof = None
             self._moved(Event.PROVEN)
@@ -331,6 +401,7 @@ class Supervisor:
         error = error_from_name(message.error, message.message)
         fault, now = classify(error), time.monotonic()
         _refuse(self._watch.leave(message.id, now).ticket, error)
+        self._unmeasured.discard(message.id)
         if message.id == self._proof:
             fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
@@ -409,6 +480,10 @@ class Supervisor:
 
     def _rearm(self) -> None:
         """Set the one timer to the next moment at which something must happen."""
+        if self.waiting or self.running:
+            self._quiet.clear()
+        else:
+            self._quiet.set()
         if self._timer:
             self._timer.cancel()
             self._timer = None
@@ -469,6 +544,13 @@ class Supervisor:
     def _new_watch(self) -> Watch[Work]:
         limits = self._limits
         return Watch(concurrency=limits.concurrency, hang_s=limits.hang_s, idle_s=limits.prove_idle_s)
+
+
+def arena_bytes_of(limits: Limits) -> int:
+    """Size of each of the two arenas of a worker."""
+    # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
+    most = 3 * limits.concurrency
+    return most * (limits.body_bytes + wire.INLINE_BYTES)
 
 
 def _serves(ready: wire.Ready, way: wire.Open) -> bool:

@@ -5,7 +5,8 @@ the message, larger ones in the sender's arena, named by a slot that the receive
 `Free`. A SEQPACKET socket keeps message boundaries, so there is no framing and no partial read.
 
     daemon -> worker    Open (first, with the two arenas), Run, Prove, Free, Break, Stop
-    worker -> daemon    Ready (once), Progress, Done or Error (once a Run or Prove), Free, Failed (its last word)
+    worker -> daemon    Ready (once), Progress, Unmeasured, Measured, Done or Error (once a Run or Prove), Free,
+                        Failed (at last)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import orjson
 from appliance.arena import Arena, Slot
 from models import schema
 from models.errors import TooLarge
+from models.measurements import Memory
 from models.spec import ModelSpec, Payload, Tensor
 
 INLINE_BYTES = 64 * 1024
@@ -47,6 +49,12 @@ class Open:
     """Identity that the bundle must have: another one may have been written into the folder since."""
     spoiled: bool = False
     """Fault injection: read one byte of each graph wrongly."""
+    run_limit_bytes: int = 0
+    """All runs together may take so much memory; 0 is no limit."""
+    idle_trim_s: float = 5.0
+    """After so long without work, memory that runs have left allocated is given back."""
+    memory: Memory | None = None
+    """What was measured here before; the rest will be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +122,10 @@ class Ready:
     latency_ms: Mapping[str, Mapping[str, float]]
     unproven: str = ""
     """Why a bare file could not be run once at load; empty when it could."""
+    overhead_bytes: int | None = None
+    """What the process took before it held a model."""
+    memory: Memory | None = None
+    """None where the kernel does not let it be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +141,22 @@ class Progress:
     """A run goes on: its worker has not hung, however long it takes."""
 
     id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """A run begins of which it is not known what it takes: until it is answered the lease says nothing."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one run took above the weights; told once for each graph and size class."""
+
+    graph: str
+    bucket_bytes: int
+    run_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +177,12 @@ class Error:
     message: str
 
 
-Message: TypeAlias = Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Done | Error
+Message: TypeAlias = (
+    Open | Run | Prove | Free | Break | Stop | Ready | Failed | Progress | Unmeasured | Measured | Done | Error
+)
 _KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Done, Error)
+    kind.__name__: kind
+    for kind in (Open, Run, Prove, Free, Break, Stop, Ready, Failed, Progress, Unmeasured, Measured, Done, Error)
 }
 
 

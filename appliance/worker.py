@@ -1,6 +1,6 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker FD`, FD being its end of the socket pair. The first message
+Started as `python -m appliance.worker RUNTIME FD`, FD being its end of the socket pair. The first message
 opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
 small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.gauge import Meter
 from models.errors import ApplianceError, ModelError
 from models.spec import Payload, Tensor
 
@@ -32,6 +33,8 @@ _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _PR_SET_PDEATHSIG = 1
 
+_Job: TypeAlias = "tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]]"
+
 
 class Worker:
     """The loop around a model: one thread reads the socket, a few run the work."""
@@ -41,12 +44,13 @@ class Worker:
         self._sock = sock
         self._sending = threading.Lock()
         self._freed = threading.Condition()
-        self._work: queue.SimpleQueue[tuple[wire.Run | wire.Prove, list[Tensor], list[Slot]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._work: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._meter = Meter()
 
-    def serve(self) -> int:
+    def serve(self, runtime: str) -> int:
         """Open the model and answer until told to stop; the exit status of the process."""
+        with contextlib.suppress(Exception):  # it will happen again, where it can be told
+            _load_libraries(runtime)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
@@ -57,6 +61,8 @@ class Worker:
             from appliance.model import Model  # noqa: PLC0415
 
             self._model: Model = Model(order)
+            self._meter.known(order.memory)
+            self._idle_trim_s = order.idle_trim_s
             self._send(self._model.describe())
         except Exception as error:  # a runtime's own fault: say it before dying of it
             self._send(wire.Failed(*_told(error, "loading failed: ")))
@@ -96,7 +102,7 @@ class Worker:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
-        while (job := self._work.get()) is not None:
+        while (job := self._next()) is not None:
             run, tensors, slots = job
             try:
                 answer, timing_ms = self._answer(run, tensors)
@@ -113,15 +119,30 @@ class Worker:
             self._send(wire.Failed(*_told(error, "it failed: ")))
         os._exit(1)
 
+    def _next(self) -> _Job | None:
+        """The next work; None at the end. When there is none for long, memory is given back meanwhile."""
+        with contextlib.suppress(queue.Empty):
+            return self._work.get(timeout=self._idle_trim_s if self._meter.dirty else None)
+        self._meter.clean(self._model.trim)
+        return self._work.get()
+
     def _answer(
         self, run: wire.Run | wire.Prove, tensors: Sequence[Tensor]
     ) -> tuple[list[Tensor], Mapping[str, float]]:
         if isinstance(run, wire.Prove):
             self._model.prove(self._progress(run))
             return [], {}
-        if run.graph:
-            return self._model.infer(run.graph, tensors, run.outputs)
-        return self._model.predict(tensors[0], self._progress(run))
+        input_bytes = self._model.input_bytes(run.graph, tensors)
+        if not self._meter.knows(run.graph, input_bytes):
+            self._send(wire.Unmeasured(run.id))
+        with self._meter.run(run.graph, input_bytes, self._model.trim) as measured:
+            if run.graph:
+                answer = self._model.infer(run.graph, tensors, run.outputs)
+            else:
+                answer = self._model.predict(tensors[0], self._progress(run))
+        for graph, bucket_bytes, run_bytes in measured:
+            self._send(wire.Measured(graph, bucket_bytes, run_bytes))
+        return answer
 
     def _progress(self, run: wire.Run | wire.Prove) -> Callable[[], None]:
         """A function that tells the daemon, not too often, that `run` goes on."""
@@ -152,6 +173,15 @@ class Worker:
             self._sock.send(data)
 
 
+def _load_libraries(runtime: str) -> None:
+    """Import what opening a model will need, while nobody waits for it."""
+    import appliance.model  # noqa: F401, PLC0415 - see `serve`
+    from appliance.runtime import choose  # noqa: PLC0415
+
+    if runtime == "onnxruntime-cpu":  # one of a GPU would open a context, which costs hundreds of MB without a model
+        choose(runtime)
+
+
 def main() -> None:
     """Entry of the worker process."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -159,11 +189,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     # A worker that loads, or hangs, does not read its socket: the kernel sees to it that it dies with the daemon.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    sock = socket.socket(fileno=int(sys.argv[2]))
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve()
+        status = worker.serve(sys.argv[1])
     except Exception as error:
         worker.give_up(error)
     else:

@@ -83,6 +83,8 @@ class Forbidden(CallerError):
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
+    retry_after_s: float = 1.0
+
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         """Say what is the matter, and when a retry may help."""
         super().__init__(message)

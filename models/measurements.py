@@ -1,26 +1,63 @@
-"""What was measured of a bundle on one machine: advice about time, which nothing vouches for."""
+"""What was measured of a bundle on one machine: advice about time and memory, which nothing vouches for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 REFERENCE = "fp32"
 _WORTH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """What a bundle takes in one process of its runtime, beyond the process itself."""
+
+    weights_bytes: int
+    """While nothing runs."""
+    load_peak_bytes: int
+    """The most while it loaded and proved itself."""
+    run_bytes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Graph ("predict" for the bundle's task) -> bucket of input bytes -> the most that one run took above the weights.
+
+    A bucket is a power of two, written as text.
+    """
+
+    def learned(self, graph: str, bucket_bytes: int, run_bytes: int) -> Memory:
+        """With what one more run took: of each bucket the most is kept."""
+        buckets = self.run_bytes.get(graph, {})
+        bucket = str(bucket_bytes)
+        most = max(run_bytes, buckets.get(bucket, 0))
+        return replace(self, run_bytes={**self.run_bytes, graph: {**buckets, bucket: most}})
+
+    def joined(self, other: Memory) -> Memory:
+        """With what another process of the same model has learned about runs."""
+        known = self
+        for graph, buckets in other.run_bytes.items():
+            for bucket, run_bytes in buckets.items():
+                known = known.learned(graph, int(bucket), run_bytes)
+        return known
+
+
+@dataclass(frozen=True, slots=True)
 class Measurements:
-    """Latencies and the machine they were measured on; on any other they mean nothing."""
+    """Figures and the machine they were measured on; on any other they mean nothing."""
 
     machine: Mapping[str, str]
     latency_ms: Mapping[str, Mapping[str, float]]
     """Graph -> precision -> milliseconds of one run on one thread."""
+    memory: Memory | None = None
+    """With the precisions that are served on that machine."""
 
 
 def known_on(machine: Mapping[str, str], *measured: Measurements | None) -> Mapping[str, Mapping[str, float]]:
     """Latencies of the first of `measured` that holds for `machine`; empty when none does."""
     return next((one.latency_ms for one in measured if one and one.machine == machine), {})
+
+
+def memory_on(machine: Mapping[str, str], *measured: Measurements | None) -> Memory | None:
+    """Memory by the first of `measured` that knows it for `machine`; None when none does."""
+    return next((one.memory for one in measured if one and one.memory and one.machine == machine), None)
 
 
 def fastest(latency_ms: Mapping[str, float]) -> str:

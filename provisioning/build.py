@@ -88,6 +88,10 @@ class Keeping:
             self._open[graph, threads] = self._runtime.open(graph, threads=threads)
         return self._open[graph, threads]
 
+    def release(self) -> None:
+        """See `Runtime.release`."""
+        self._runtime.release()
+
 
 def build(recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report) -> Built:
     """Build every graph of `recipe` with the labelled data in `folder`.

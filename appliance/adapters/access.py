@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from appliance.adapters.answers import refusal
 from appliance.adapters.tokens import Role, Token, TokenFile, role_of
-from appliance.core.rates import Rates
+from appliance.core.rates import Rate, Rates
+from appliance.settings import LOOPBACK, Http
 from models.errors import ApplianceError, BadInput, ConfigError, Forbidden, Unauthenticated
 
 log = structlog.get_logger()
@@ -142,6 +143,28 @@ class Gate:
         except ConfigError as error:  # nobody is let in by a file that cannot be understood
             log.warning("tokens_unreadable", reason=str(error))
             return {}
+
+
+def gate_before(app: ASGIApp, told: Http, tokens: TokenFile) -> Gate:
+    """The gate that the settings describe; raises ConfigError when nobody could pass it."""
+    if not told.on_loopback and not tokens.read() and not told.client_roles:
+        msg = (
+            f"http.host is {told.host!r}, which others can reach, and nobody could be let in: make a token with "
+            "`appliance token create`, or set http.client_ca and http.client_roles"
+        )
+        raise ConfigError(msg)
+    names = frozenset(name.lower() for name in told.hosts)
+    rules = Rules(
+        anonymous=told.on_loopback and told.anonymous,
+        hosts=LOOPBACK | names if told.on_loopback else frozenset(),
+        sites=names,
+        certificates={name: Role.of(role) for name, role in told.client_roles.items()},
+    )
+    rates = Rates(
+        client=Rate(told.client_requests_per_s, told.client_concurrency),
+        everyone=Rate(told.requests_per_s, told.concurrency),
+    )
+    return Gate(app, rules, tokens, rates)
 
 
 def role_needed(method: str, path: str) -> Role:

@@ -76,7 +76,7 @@ def refusal(error: Exception) -> Json:
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = _CHALLENGE
     figures = {}
-    if isinstance(error, InsufficientMemory) and error.need_bytes:
+    if isinstance(error, InsufficientMemory):
         figures = {
             "need_bytes": error.need_bytes,
             "have_bytes": error.have_bytes,

@@ -41,17 +41,65 @@ def clock_synced() -> bool | None:
     return state != _ADJTIMEX_ERROR and not status & _STA_UNSYNC
 
 
+_MEMINFO = {"MemTotal": "total", "MemAvailable": "available", "NvMapMemUsed": "nvmap"}
+"""The last is what the GPU holds on Jetson, where it comes out of the same memory; other kernels have no such line."""
+
+
 def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
-    """`total` and `available` memory."""
+    """`total` and `available` memory, and `nvmap` where there is one."""
     if meminfo is None:
-        try:
-            meminfo = Path("/proc/meminfo").read_text()
-        except OSError:
-            meminfo = ""
+        meminfo = _read("/proc/meminfo")
     found = {}
     for line in meminfo.splitlines():
         key, _colon, value = line.partition(":")
-        name = {"MemTotal": "total", "MemAvailable": "available"}.get(key)
+        name = _MEMINFO.get(key)
         if name and value.split():
             found[name] = int(value.split()[0]) * 1024
     return found
+
+
+def memory_stall(pressure: str | None = None) -> float | None:
+    """Percent of the last 10 s in which something waited for memory (PSI, `some avg10`); None without PSI."""
+    if pressure is None:
+        pressure = _read("/proc/pressure/memory")
+    for line in pressure.splitlines():
+        kind, *fields = line.split()
+        if kind == "some":
+            return next((float(field[6:]) for field in fields if field.startswith("avg10=")), None)
+    return None
+
+
+def process_bytes(pid: int, rollup: str | None = None) -> int | None:
+    """Memory of a process (PSS: its own pages, and its share of those it shares); None when it is gone.
+
+    The kernel walks every page for it, which takes milliseconds: not for the event loop.
+    """
+    if rollup is None:
+        rollup = _read(f"/proc/{pid}/smaps_rollup")
+    for line in rollup.splitlines():
+        key, _colon, value = line.partition(":")
+        if key == "Pss":
+            return int(value.split()[0]) * 1024
+    return None
+
+
+def group_limit_bytes(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None) -> int | None:
+    """The smallest `memory.max` of our control group (v2) and those above; None where nothing limits us."""
+    if membership is None:
+        membership = _read("/proc/self/cgroup")
+    path = next((line[3:] for line in membership.splitlines() if line.startswith("0::")), "")
+    limits = []
+    folder = root / path.lstrip("/")
+    while path and folder != root:
+        text = _read(str(folder / "memory.max")).strip()
+        if text.isdigit():
+            limits.append(int(text))
+        folder = folder.parent
+    return min(limits, default=None)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""

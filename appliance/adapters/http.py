@@ -22,7 +22,6 @@ from appliance.adapters.bodies import Bodies
 from appliance.adapters.metrics import Metrics
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Injection
-from appliance.memory import ModelState
 from appliance.service import InferRequest, ModelInfo, Origin, Service
 from models import schema
 from models.errors import BadInput, NotReady
@@ -55,7 +54,7 @@ class Door:
 
     async def ready(self) -> Response:
         """200 when every model has answered a golden vector rightly."""
-        unready = [f"{info.name}: {info.reason}" for info in self._service.models() if not info.ready]
+        unready = [f"{info.name}: {info.reason}" for info in self._service.models() if info.wanted and not info.ready]
         if unready:
             raise NotReady("; ".join(unready))
         return Json({"ready": True})
@@ -68,7 +67,7 @@ class Door:
             [
                 {"name": one.name, "version": one.version, "state": one.state.value, "reason": one.reason}
                 for one in self._service.repository()
-                if one.state is ModelState.READY or not only_ready
+                if one.state.value == "READY" or not only_ready
             ]
         )
 

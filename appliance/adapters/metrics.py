@@ -25,6 +25,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from appliance.core.pressure import Step
 from appliance.service import Outcome, Service
 from models.errors import (
     BundleError,
@@ -184,6 +185,36 @@ class _StateCollector(Collector):
         reboot = GaugeMetricFamily("appliance_reboot_wanted", "1 when this device should be started anew.")
         reboot.add_metric([], float(status["reboot_wanted"] is not None))
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
+        yield from self._of_memory(status["memory"])
+
+    @staticmethod
+    def _of_memory(memory: Mapping[str, Any]) -> Iterator[Metric]:
+        budget = GaugeMetricFamily("appliance_memory_budget_bytes", "For all models together.")
+        budget.add_metric([], float(memory["budget_bytes"]))
+        lease = GaugeMetricFamily("appliance_memory_lease_bytes", "Granted, by term.", labels=("model", "term"))
+        used = GaugeMetricFamily("appliance_memory_used_bytes", "What the worker takes (PSS).", labels=("model",))
+        for model in memory["models"]:
+            for term, size_bytes in model["lease_bytes"].items():
+                lease.add_metric([model["name"], term], float(size_bytes))
+            if model["used_bytes"] is not None:
+                used.add_metric([model["name"]], float(model["used_bytes"]))
+        pressure = GaugeMetricFamily("appliance_memory_pressure", "1 for the present step.", labels=("step",))
+        for step in Step:
+            pressure.add_metric([step.name.lower()], float(step.name.lower() == memory["step"]))
+        yield from (budget, lease, used, pressure)
+        for key, what in (
+            ("evictions", "Models unloaded to make room for others."),
+            ("idle_unloads", "Models unloaded because nobody used them."),
+            ("recycles", "Workers replaced because they took more than their lease."),
+        ):
+            yield CounterMetricFamily(f"appliance_memory_{key}", what, value=float(memory[key]))
+        for key, what in (
+            ("available_bytes", "Memory that the machine has left."),
+            ("nvmap_bytes", "Memory that the GPU of a Jetson holds."),
+            ("stall_percent", "Share of the last 10 s in which something waited for memory."),
+        ):
+            if memory[key] is not None:
+                yield GaugeMetricFamily(f"appliance_memory_{key}", what, value=float(memory[key]))
 
     @staticmethod
     def _of_workers(workers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import re
 import uuid
@@ -13,6 +14,7 @@ from models.errors import ConfigError
 from models.folder import read_measurements, write_file, write_measurements
 from models.measurements import Measurements
 
+_OVERHEAD = "process_overhead.json"
 DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
 """It stands in MQTT topics."""
 
@@ -66,6 +68,18 @@ class Store:
     def pretend_full(self, on: bool, _amount: float) -> None:
         """Fault injection: fail to keep anything, as on a full disk."""
         self._pretends_full = on
+
+    def overhead_bytes(self, runtime: str) -> int | None:
+        """What a worker of `runtime` was measured to take here before it holds a model."""
+        try:
+            known = json.loads((self.path / _OVERHEAD).read_bytes())[runtime]
+        except (OSError, ValueError, KeyError, TypeError):  # it is measured again
+            return None
+        return known if isinstance(known, int) and known > 0 else None
+
+    def keep_overhead_bytes(self, runtime: str, overhead_bytes: int) -> None:
+        """Remember what `overhead_bytes` returns."""
+        write_file(self.path / _OVERHEAD, json.dumps({runtime: overhead_bytes}).encode())
 
     def close(self) -> None:
         """Let another daemon use the folder."""

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from models.errors import ApplianceError, BundleError, CallerError
+from models.errors import ApplianceError, BundleError, CallerError, InsufficientMemory
 
 
 class Fault(Enum):
@@ -60,7 +60,7 @@ _BY_WORDS: Mapping[Fault, re.Pattern[str]] = {
 
 def classify(error: ApplianceError) -> Fault:
     """Which fault an error that a worker reports is."""
-    if isinstance(error, CallerError):
+    if isinstance(error, CallerError | InsufficientMemory):  # the latter is a refusal: nothing was tried
         return Fault.BAD_INPUT
     known = _BY_CODE.get(cuda_code(str(error)) or 0)
     if known is None:

@@ -25,7 +25,8 @@ class Session(Protocol):
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Compute `outputs` (all when None). The arrays returned belong to the caller.
 
-        Raises BadInput when the graph refuses these inputs, ModelError when it fails on them.
+        Raises BadInput when the graph refuses these inputs, InsufficientMemory when it would need more than the
+        runtime may take, ModelError when it fails on them.
         """
 
     def close(self) -> None:
@@ -41,17 +42,21 @@ class Runtime(Protocol):
     def open(self, graph: bytes, *, threads: int) -> Session:
         """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
 
+    def release(self) -> None:
+        """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""
 
-def choose(name: str, *, engines: Path | None = None) -> Runtime:
+
+def choose(name: str, *, engines: Path | None = None, run_limit_bytes: int = 0) -> Runtime:
     """The runtime of that name; only its own libraries are imported.
 
-    `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones.
+    `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones. With a limit, all runs
+    of all sessions together may take that much memory beside the weights; runtimes of a GPU have none yet.
     Raises ConfigError for unknown names and missing libraries.
     """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return OnnxRuntime()
+        return OnnxRuntime(run_limit_bytes)
     if name in {"tensorrt", "tensorrt-rtx"}:
         from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
@@ -59,6 +64,6 @@ def choose(name: str, *, engines: Path | None = None) -> Runtime:
     if name == "null":
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return NullRuntime()
+        return NullRuntime(run_limit_bytes)
     msg = f"there is no runtime {name!r}; known: {', '.join(get_args(RuntimeName))}"
     raise ConfigError(msg)

@@ -2,7 +2,7 @@
 
 It is a full implementation of the seam, so the daemon, its recovery and its memory can be
 tried and tested where no inference library exists. A graph is the JSON text
-`{"delay_s": 0.0}`; every key may be left out.
+`{"delay_s": 0.0, "weights_bytes": 0, "run_bytes": 0, "leak_bytes": 0}`; every key may be left out.
 """
 
 from __future__ import annotations
@@ -13,36 +13,59 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from models.errors import BadInput, BundleError, ModelError
+from models.errors import BadInput, BundleError, InsufficientMemory, ModelError
 from models.spec import Array, ModelSpec, TensorSpec
+
+_KEYS = ("delay_s", "weights_bytes", "run_bytes", "leak_bytes")
 
 
 class NullRuntime:
-    """Opens nothing and takes a constant time."""
+    """Opens nothing; takes the time and the memory that it is told to."""
 
     name = "null"
+
+    def __init__(self, run_limit_bytes: int = 0) -> None:
+        """Refuse runs that take more than `run_limit_bytes` (0: none)."""
+        self._run_limit_bytes = run_limit_bytes
 
     def open(self, graph: bytes, *, threads: int) -> NullSession:  # noqa: ARG002 - the seam's signature
         """See `Runtime.open`."""
         try:
             data = json.loads(graph)
-            return NullSession(float(data.get("delay_s", 0.0)))
+            delay_s, *sizes = (float(data.get(key, 0)) for key in _KEYS)
+            return NullSession(delay_s, *map(int, sizes), run_limit_bytes=self._run_limit_bytes)
         except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             msg = f'not a null graph (JSON like {{"delay_s": 0.0}}): {error}'
             raise BundleError(msg) from error
 
+    def release(self) -> None:
+        """Runs leave nothing, except what they leak."""
+
 
 class NullSession:
-    """`y` is a copy of `x` after `delay_s` seconds."""
+    """`y` is a copy of `x` after `delay_s` seconds, during which `run_bytes` are held; `leak_bytes` are never freed."""
 
     spec = ModelSpec(inputs=(TensorSpec("x", "FP32", (-1, -1)),), outputs=(TensorSpec("y", "FP32", (-1, -1)),))
 
-    def __init__(self, delay_s: float) -> None:
-        """Take `delay_s` for each run."""
+    def __init__(
+        self,
+        delay_s: float,
+        weights_bytes: int = 0,
+        run_bytes: int = 0,
+        leak_bytes: int = 0,
+        *,
+        run_limit_bytes: int = 0,
+    ) -> None:
+        """Take `delay_s` and `run_bytes` for each run, and `weights_bytes` until closed."""
         if not 0 <= delay_s < float("inf"):
             msg = f"delay_s is {delay_s}, which is no time to wait"
             raise ValueError(msg)
-        self._delay_s = delay_s
+        if min(weights_bytes, run_bytes, leak_bytes) < 0:
+            msg = "a size is below 0"
+            raise ValueError(msg)
+        self._delay_s, self._run_bytes, self._leak_bytes = delay_s, run_bytes, leak_bytes
+        self._run_limit_bytes = run_limit_bytes
+        self._weights = [_touched(weights_bytes)]
         self._open = True
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
@@ -55,9 +78,22 @@ class NullSession:
         if x is None or len(inputs) != 1 or set(names) - {"y"} or x.dtype != np.float32 or x.ndim != 2:  # noqa: PLR2004
             msg = "the null model takes x, FP32 [any, any], and gives y"
             raise BadInput(msg)
+        if 0 < self._run_limit_bytes < self._run_bytes:
+            msg = f"this request would take {self._run_bytes} bytes, but {self._run_limit_bytes} may be used"
+            raise InsufficientMemory(msg)
+        held = _touched(self._run_bytes)
+        if self._leak_bytes:
+            self._weights.append(_touched(self._leak_bytes))
         time.sleep(self._delay_s)
+        del held
         return {name: x.copy() for name in names}
 
     def close(self) -> None:
         """See `Session.close`."""
         self._open = False
+        self._weights.clear()
+
+
+def _touched(size_bytes: int) -> Array:
+    """Memory that is really there: the kernel gives pages only to who writes them."""
+    return np.full(size_bytes, 1, np.uint8)

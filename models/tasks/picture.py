@@ -30,14 +30,10 @@ _MAX_SCANS = 100
 """A progressive JPEG has about ten scans; each costs a pass over all pixels, however few bytes it has."""
 
 
-def decode_picture(data: Data, max_pixels: int) -> Array:
-    """Pixels of a whole JPEG or PNG: uint8 [H, W, 3], blue green red.
+def picture_size(data: Data, max_pixels: int) -> tuple[int, int]:
+    """Width and height in pixels of a whole JPEG or PNG, of which nothing is decoded.
 
-    Rows and columns are those of the picture as sent: an orientation noted in its EXIF data is not
-    applied, so boxes found in it are pixels of the file, not of what a viewer shows.
-    Grey, palette and 16-bit pictures become 8-bit colour; transparency is dropped.
-    Raises BadInput for anything else or a file that is cut short, TooLarge above `max_pixels`
-    before any pixel is decoded.
+    Raises BadInput for anything else or a file that is cut short, TooLarge above `max_pixels`.
     """
     view = memoryview(data).cast("B")
     if view[: len(_JPEG)] == _JPEG:
@@ -49,8 +45,22 @@ def decode_picture(data: Data, max_pixels: int) -> Array:
     if width * height > max_pixels:
         msg = f"the picture has {width} x {height} pixels, but at most {max_pixels} are taken: scale it down first"
         raise TooLarge(msg)
+    return width, height
+
+
+def decode_picture(data: Data, max_pixels: int) -> Array:
+    """Pixels of a whole JPEG or PNG: uint8 [H, W, 3], blue green red.
+
+    Rows and columns are those of the picture as sent: an orientation noted in its EXIF data is not
+    applied, so boxes found in it are pixels of the file, not of what a viewer shows.
+    Grey, palette and 16-bit pictures become 8-bit colour; transparency is dropped.
+    Raises BadInput for anything else or a file that is cut short, TooLarge above `max_pixels`
+    before any pixel is decoded.
+    """
+    picture_size(data, max_pixels)
     try:
-        picture = cv2.imdecode(np.frombuffer(view, np.uint8), cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
+        encoded = np.frombuffer(memoryview(data).cast("B"), np.uint8)
+        picture = cv2.imdecode(encoded, cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION)
     except cv2.error:
         picture = None
     if picture is None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from appliance.core.budget import Admission
+from appliance.core.budget import Admission, refusal
 from appliance.core.command import Command, CommandResult
 from appliance.faults import Injection
 from appliance.memory import ModelState
@@ -23,7 +23,7 @@ from appliance.service import (
     Outcome,
     RepositoryModel,
 )
-from models.errors import BadInput, InsufficientMemory, NotFound
+from models.errors import BadInput, NotFound, NotReady
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
 ECHO = ModelSpec(
@@ -31,9 +31,10 @@ ECHO = ModelSpec(
     outputs=(TensorSpec("y", "FP32", (-1, 2)), TensorSpec("sum", "FP32", (-1,))),
 )
 
+
 MODEL_BYTES = 100
-UNLOADED = "unloaded by request"
 TIMING_MS = {"queue": 5.0, "decode": 2.0, "inference": 10.0, "processing": 1.0}
+UNLOADED = "unloaded by request"
 
 
 class MemoryService:
@@ -47,10 +48,10 @@ class MemoryService:
         self.requests: list[InferRequest] = []
         self._fault = fault
         self._unready = unready or {}
+        self._results: dict[str, CommandResult] = {}
         self._loaded = {"echo": True, "reader": True}
         self.budget_bytes = 2 * MODEL_BYTES
         """For both; less makes one of them not fit."""
-        self._results: dict[str, CommandResult] = {}
 
     def start(self) -> None:
         """Nothing needs to be started."""
@@ -58,9 +59,34 @@ class MemoryService:
     async def stop(self, grace_s: float) -> None:
         """Nothing needs to be stopped."""
 
+    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
+        """Load a model, if its size fits beside those that are loaded; raises NotFound, InsufficientMemory."""
+        bundle = self.model(name).name
+        have_bytes = self.budget_bytes - MODEL_BYTES * sum(self._loaded.values())
+        if self._loaded[bundle]:
+            return Admission(True, MODEL_BYTES, have_bytes, ())
+        admission = Admission(have_bytes >= MODEL_BYTES, MODEL_BYTES, have_bytes, ())
+        if not dry_run:
+            if not admission.fits:
+                raise refusal(name, admission)
+            self._loaded[bundle] = True
+        return admission
+
+    async def unload(self, name: str) -> None:
+        """Unload a model; raises NotFound."""
+        self._loaded[self.model(name).name] = False
+
+    def repository(self) -> list[RepositoryModel]:
+        """Both models, loaded or not."""
+        states = {"": ModelState.READY, UNLOADED: ModelState.UNAVAILABLE}
+        return [
+            RepositoryModel(info.name, info.version, states.get(info.reason, ModelState.LOADING), info.reason)
+            for info in self.models()
+        ]
+
     @property
     def ready(self) -> bool:
-        """Whether every model is ready."""
+        """Whether every model that is loaded is ready."""
         return not self._unready
 
     @property
@@ -76,32 +102,6 @@ class MemoryService:
     def models(self) -> list[ModelInfo]:
         """Both models."""
         return [self._info("echo", "onnx_onnxv1", ECHO), self._info("reader", "appliance", PICTURES)]
-
-    def repository(self) -> list[RepositoryModel]:
-        """Both models, loaded or not."""
-        states = {"": ModelState.READY, UNLOADED: ModelState.UNAVAILABLE}
-        return [
-            RepositoryModel(info.name, info.version, states.get(info.reason, ModelState.LOADING), info.reason)
-            for info in self.models()
-        ]
-
-    async def load(self, name: str, *, dry_run: bool = False) -> Admission:
-        """Load a model, if its size fits beside those that are loaded; raises NotFound, InsufficientMemory."""
-        bundle = self.model(name).name
-        have_bytes = self.budget_bytes - MODEL_BYTES * sum(self._loaded.values())
-        if self._loaded[bundle]:
-            return Admission(True, MODEL_BYTES, have_bytes, ())
-        admission = Admission(have_bytes >= MODEL_BYTES, MODEL_BYTES, have_bytes, ())
-        if not dry_run:
-            if not admission.fits:
-                msg = f"{name} needs {MODEL_BYTES} bytes"
-                raise InsufficientMemory(msg, need_bytes=MODEL_BYTES, have_bytes=have_bytes)
-            self._loaded[bundle] = True
-        return admission
-
-    async def unload(self, name: str) -> None:
-        """Unload a model; raises NotFound."""
-        self._loaded[self.model(name).name] = False
 
     def model(self, name: str, version: str | None = None) -> ModelInfo:
         """One model; raises NotFound."""
@@ -164,6 +164,32 @@ class MemoryService:
                 }
                 for info in self.models()
             ],
+            "memory": {
+                "budget_bytes": self.budget_bytes,
+                "leased_bytes": MODEL_BYTES * sum(self._loaded.values()),
+                "available_bytes": None,
+                "nvmap_bytes": None,
+                "stall_percent": None,
+                "step": "normal",
+                "evictions": 3,
+                "idle_unloads": 0,
+                "recycles": 1,
+                "spare_pid": None,
+                "models": [
+                    {
+                        "name": model.name,
+                        "state": model.state.value,
+                        "reason": model.reason or None,
+                        "priority": 5,
+                        "need_bytes": MODEL_BYTES,
+                        "lease_bytes": {"weights": MODEL_BYTES} if self._loaded[model.name] else {},
+                        "used_bytes": 90 if self._loaded[model.name] else None,
+                        "peak_bytes": 95,
+                        "predicted_bytes": MODEL_BYTES,
+                    }
+                    for model in self.repository()
+                ],
+            },
             "workers": [
                 {
                     "pid": None,
@@ -184,11 +210,14 @@ class MemoryService:
 
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:
         reason = self._unready.get(name, "") if self._loaded[name] else UNLOADED
-        return ModelInfo(name, "1.0", platform, spec, ready=not reason, reason=reason)
+        return ModelInfo(name, "1.0", platform, spec, not reason, reason, wanted=self._loaded[name])
 
     def _admit(self, request: InferRequest) -> ModelSpec:
         """Remember the request and return what its model takes and gives; raises what the request deserves."""
         spec = self.model(request.model, request.version).spec
+        if not self._loaded[request.model]:
+            msg = f"model {request.model!r} is not loaded ({UNLOADED}): load it first"
+            raise NotReady(msg)
         for observer in self.observers:
             observer(Outcome(request.model, "1.0", 0.02, self._fault, {} if self._fault else TIMING_MS))
         if self._fault:

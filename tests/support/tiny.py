@@ -32,9 +32,9 @@ DATATYPES = {
 WEIGHTS = np.random.default_rng(7).normal(size=(16, 16)).astype(np.float32)
 
 
-def null_model(path: Path, delay_s: float = 0.0) -> Path:
-    """A graph of the null runtime: `y` [any, any] is `x` after `delay_s`."""
-    path.write_text(json.dumps({"delay_s": delay_s}))
+def null_model(path: Path, delay_s: float = 0.0, **sizes_bytes: int) -> Path:
+    """A graph of the null runtime: `y` [any, any] is `x` after `delay_s`, with the memory of its keys."""
+    path.write_text(json.dumps({"delay_s": delay_s, **sizes_bytes}))
     return path
 
 

@@ -36,7 +36,7 @@ class Reader:
         self.fault = fault
         self.health = WorkerHealth(State.READY)
         self.ready = wire.Ready({name: wire.GraphInfo(SPEC, kind) for name, kind in PRECISIONS.items()}, "r", 0, {})
-        self.pid, self.waiting, self.running = 1, 0, 0
+        self.pid, self.waiting, self.running, self.memory = 1, 0, 0, None
 
     async def submit(self, graph: str, tensors: Sequence[Tensor], **_how: Any) -> Answer:  # noqa: ANN401 - ignored
         if self.fault:

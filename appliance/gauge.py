@@ -1,0 +1,119 @@
+"""What this process takes: its resident memory, the highest it has been, and how to give back what is not used."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from appliance.core.budget import PREDICT, bucket_of
+from models.measurements import Memory
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+_RESET_PEAK = "5"
+
+
+class Gauge:
+    """Resident memory by the kernel's own count. Differences are exact even where pages are shared with others."""
+
+    def __init__(self) -> None:
+        """Find out whether the kernel lets the peak be measured anew."""
+        self.works = self.reset()
+
+    @staticmethod
+    def reset() -> bool:
+        """Measure the peak anew from here; False where the kernel refuses that."""
+        try:
+            _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
+        except OSError:
+            return False
+        return True
+
+    @staticmethod
+    def resident_bytes() -> int:
+        """What is there now."""
+        return _status("VmRSS:")
+
+    @staticmethod
+    def peak_bytes() -> int:
+        """The most since `reset`."""
+        return _status("VmHWM:")
+
+
+def _status(key: str) -> int:
+    with _STATUS.open(encoding="ascii", errors="replace") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def trim() -> None:
+    """Give the heap's free pages back to the machine; C libraries without `malloc_trim` keep them."""
+    give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if give_back is not None:
+        give_back(0)
+
+
+_TRIES = 3
+"""Runs of one size class that are measured in vain, because others began meanwhile, before such a figure is taken."""
+
+
+class Meter:
+    """Measures what runs take: once for each graph and size class, if possible in a run that nothing overlaps."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self.dirty = False
+        """Whether something ran since memory was last given back."""
+        self._gauge = Gauge()
+        self._known: set[tuple[str, int]] = set()
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self._turn = threading.Lock()
+        self._begun = self._running = 0
+
+    def known(self, memory: Memory | None) -> None:
+        """These need not be measured again."""
+        if memory:
+            self._known |= {(graph, int(bucket)) for graph, buckets in memory.run_bytes.items() for bucket in buckets}
+
+    def knows(self, graph: str, input_bytes: int) -> bool:
+        """Whether it is known what such a run takes, or cannot be known here."""
+        return not self._gauge.works or (graph or PREDICT, bucket_of(input_bytes)) in self._known
+
+    @contextlib.contextmanager
+    def run(self, graph: str, input_bytes: int, release: Callable[[], None]) -> Iterator[list[tuple[str, int, int]]]:
+        """Around a run. The list gets (graph, bucket, bytes) when it was measured; `release` gives back memory.
+
+        After others have overlapped it several times a figure is taken that counts them too: rather too much
+        than unknown.
+        """
+        key = (graph or PREDICT, bucket_of(input_bytes))
+        measured: list[tuple[str, int, int]] = []
+        with self._turn:
+            self._begun += 1
+            order = self._begun
+            measures = self._gauge.works and not self._running and key not in self._known
+            self._running += 1
+            self.dirty = True
+            if measures:
+                self._tries[key] += 1
+                release()
+                before_bytes = self._gauge.resident_bytes()
+                self._gauge.reset()
+        try:
+            yield measured
+            if measures and (self._begun == order or self._tries[key] >= _TRIES):
+                self._known.add(key)
+                measured.append((*key, max(0, self._gauge.peak_bytes() - before_bytes)))
+        finally:
+            with self._turn:
+                self._running -= 1
+
+    def clean(self, release: Callable[[], None]) -> None:
+        """Give back memory, unless something runs."""
+        with self._turn:
+            if self.dirty and not self._running:
+                release()
+                self.dirty = False
