@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from appliance import __version__
+from appliance import __version__, console, token_cli
 from models.errors import ApplianceError
 
 app = typer.Typer(
@@ -29,8 +29,11 @@ Url = Annotated[
     str, typer.Option(help="address of the daemon", envvar="APPLIANCE_URL", show_default=True, metavar="URL")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
+app.add_typer(token_cli.app, name="token")
+
 DEFAULT_URL = "http://127.0.0.1:8080"
-_PIPE_WIDTH = 1000
+TOKEN_VARIABLE, CA_VARIABLE = "APPLIANCE_TOKEN", "APPLIANCE_CA"
+"""Not options: a command line can be read by everybody on the machine."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,9 +77,9 @@ def infer(
     table = Table("text", "confidence", "at", box=None)
     for line in answer.get("lines", []):
         table.add_row(line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
-    console = _console()
-    console.print(table if table.row_count else "no text found")
-    console.print(
+    screen = console.plain()
+    screen.print(table if table.row_count else "no text found")
+    screen.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
         f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",
         style="dim",
@@ -90,9 +93,9 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
-    console = _console()
+    screen = console.plain()
     ready, style = ("ready", "green") if answer["ready"] else ("not ready", "red")
-    console.print(
+    screen.print(
         f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}", style=style
     )
     table = Table("model", "version", "state", "runtime", "precision", "trust", "pid", "restarts", box=None)
@@ -107,18 +110,18 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
             str(worker["pid"] or "-"),
             str(worker["restarts"]),
         )
-    console.print(
+    screen.print(
         table if table.row_count else "no models: give one with `appliance run --bundle FOLDER` or --onnx NAME=FILE"
     )
     for model in answer["models"]:
         if model["reason"]:
-            console.print(f"{model['name']}: {model['reason']}", style="yellow")
+            screen.print(f"{model['name']}: {model['reason']}", style="yellow")
     mqtt = answer["mqtt"]
     if mqtt:
         state = "connected" if mqtt["connected"] else f"down: {mqtt['reason']}"
-        console.print(f"mqtt {mqtt['broker']}: {state}")
+        screen.print(f"mqtt {mqtt['broker']}: {state}")
     if not answer["clock"]["synced"]:
-        console.print(
+        screen.print(
             "the clock is not synchronised: that matters only for updates, which this version does not have",
             style="dim",
         )
@@ -133,23 +136,23 @@ def doctor(
 ) -> None:
     """Examine a running daemon: with --drill, by breaking it in every way and watching it recover."""
     if not drill:
-        _console(stderr=True).print("say what to examine: --drill", style="red")
+        console.plain(stderr=True).print("say what to examine: --drill", style="red")
         raise typer.Exit(2)
     from appliance.drill import Drill  # noqa: PLC0415 - the other commands need none of it
 
     results = []
     try:
-        with httpx.Client(base_url=_with_scheme(url), timeout=120.0, trust_env=False) as client:
+        with _client(url, timeout_s=120.0) as client:
             held = Drill(client, model)
-            progress = _console(stderr=True)
+            progress = console.plain(stderr=True)
             with progress.status("breaking things") as shown:
                 for result in held.run():
                     shown.update(f"{result.fault}: {result.verdict}")
                     results.append(result)
     except ApplianceError as error:
-        _fail(str(error))
-    except (httpx.InvalidURL, httpx.HTTPError) as error:
-        _fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+        console.fail(str(error))
+    except httpx.HTTPError as error:
+        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
     failed = any(result.verdict == "failed" for result in results)
     if as_json:
         print(json.dumps({"model": held.model, "passed": not failed, "faults": [asdict(one) for one in results]}))
@@ -160,45 +163,45 @@ def doctor(
             verdict = f"{one.verdict} ({one.note})" if one.note else one.verdict
             style = {"failed": "red", "not caught": "yellow", "skipped": "dim"}.get(one.verdict)
             table.add_row(one.fault, one.means, one.detected_by, one.answers, recovery, verdict, style=style)
-        _console().print(table)
+        console.plain().print(table)
     if failed:
         raise typer.Exit(1)
 
 
-def _with_scheme(url: str) -> str:
-    return url if "://" in url else f"http://{url}"
+def _client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
+    """A client of the daemon at `url`; exits with 1 and one sentence when what it was told cannot be used.
+
+    A token is taken from APPLIANCE_TOKEN, and the authority of the daemon's certificate from the PEM file APPLIANCE_CA.
+    """
+    token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
+    try:
+        return httpx.Client(
+            base_url=url if "://" in url else f"http://{url}",
+            timeout=timeout_s,
+            trust_env=False,  # a proxy that the environment names knows nothing of this machine's loopback
+            headers={"authorization": f"Bearer {token}"} if token else {},
+            verify=ssl.create_default_context(cafile=authority) if authority else True,
+        )
+    except httpx.InvalidURL as error:
+        console.fail(f"{url} is no address: {error}")
+    except OSError as error:
+        console.fail(f"{CA_VARIABLE} names {authority}, which cannot be used ({error}): give a PEM file")
 
 
 def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
     """Ask the daemon; on failure print one sentence and exit with 1."""
-    url = _with_scheme(url)
     try:
-        # A proxy that the environment names knows nothing of this machine's loopback.
-        response = httpx.request(method, f"{url}{path}", timeout=60.0, trust_env=False, **request)
-    except httpx.InvalidURL as error:
-        _fail(f"{url} is no address: {error}")
+        with _client(url) as client:
+            response = client.request(method, path, **request)
     except httpx.HTTPError as error:
-        _fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
     if response.is_error:
         try:
             reason = response.json()["error"]
         except (ValueError, KeyError, TypeError):
             reason = response.text[:200]
-        _fail(f"{reason} (HTTP {response.status_code})")
+        console.fail(f"{reason} (HTTP {response.status_code})")
     try:
         return response.json()
     except ValueError:
-        _fail(f"what answers at {url} is not the daemon: give its address with --url")
-
-
-def _console(*, stderr: bool = False) -> Console:
-    """A console that shows text as it is: no line broken unless a terminal is that narrow, no markup, no emoji."""
-    console = Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = _PIPE_WIDTH
-    return console
-
-
-def _fail(message: str) -> NoReturn:
-    _console(stderr=True).print(message, style="red")
-    raise typer.Exit(1)
+        console.fail(f"what answers at {url} is not the daemon: give its address with --url")

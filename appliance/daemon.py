@@ -24,11 +24,15 @@ import uvloop
 import kernels
 import models
 from appliance import __version__, settings, wire
-from appliance.adapters import host, http, metrics
-from appliance.adapters.http1 import Http1
+from appliance.adapters import host, http
+from appliance.adapters.access import gate_before
+from appliance.adapters.bodies import Bodies
+from appliance.adapters.http1 import Http1, tls_context
+from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
+from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Faults, Switch
@@ -67,6 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(config: settings.Settings) -> int:
     """Start each part and note how it stops; whatever happens, they stop in reverse."""
     async with contextlib.AsyncExitStack() as stack:
+        tls = tls_context(config.http.tls_certificate, config.http.tls_key, config.http.client_ca)
         store = Store(config.state_dir)
         stack.callback(store.close)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
@@ -96,14 +101,17 @@ async def _run(config: settings.Settings) -> int:
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
+        bodies = Bodies(each_bytes=config.http.body_limit_bytes, all_bytes=config.http.bodies_limit_bytes)
         server = _Server(
             uvicorn.Config(
-                http.build(service, metrics.registry_of(service), body_limit_bytes=config.http.body_limit_bytes),
+                gate_before(http.build(service, Metrics(service), bodies), config.http, TokenFile(config.state_dir)),
                 http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
+                ws="none",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
+                ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
             )
         )
 
@@ -133,7 +141,8 @@ async def _run(config: settings.Settings) -> int:
         if not service.models():
             log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
         address, port = listener.getsockname()[:2]
-        log.info("serving", http=f"http://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        scheme = "https" if config.http.tls_certificate else "http"
+        log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")

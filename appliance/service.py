@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import orjson
@@ -41,9 +41,6 @@ _PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "te
 
 _REMEMBERED_COMMANDS = 1000
 _CONFIDENCE_DIGITS = 4
-
-Observer: TypeAlias = Callable[[str, str, float, BaseException | None], None]
-"""Told model, version, seconds and the error (None after success) of a request; called on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +77,21 @@ class InferResponse:
     origin: Origin
     tensors: Sequence[Tensor]
     timing_ms: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request for a served model: `seconds` from its arrival here, `error` None if answered."""
+
+    model: str
+    version: str
+    seconds: float
+    error: BaseException | None = None
+    timing_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+Observer: TypeAlias = Callable[[Outcome], None]
+"""Called on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,18 +383,23 @@ class Service:
         bundle = self._bundle(request.model, request.version)
         started = time.monotonic()
         fault: BaseException | None = None
+        timing_ms: Mapping[str, float] = {}
         try:
             self._keeper.check(request.priority)
             if not self._keeper.awake(bundle.name):
                 await self._wake(bundle, request, started)
             with self._room(bundle, request):
-                return await bundle.infer(request, started)
+                response = await bundle.infer(request, started)
+            timing_ms = response.timing_ms
         except BaseException as error:  # a client that left is a CancelledError
             fault = error
             raise
+        else:
+            return response
         finally:
+            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms)
             for observer in self.observers:
-                observer(request.model, bundle.version, time.monotonic() - started, fault)
+                observer(outcome)
 
     async def _wake(self, bundle: Bundle, request: InferRequest, started: float) -> None:
         """Wait until a model that was unloaded is back, no longer than the request may take."""

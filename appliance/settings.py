@@ -28,9 +28,10 @@ from models.errors import ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
-CLIENT_VARIABLES = frozenset({f"{ENV_PREFIX}URL"})
+CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", "CA"))
 """Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _LIMITS = ModelLimits()
 
 
@@ -48,12 +49,36 @@ class _Part(BaseModel):
 class Http(_Part):
     """The local HTTP door."""
 
-    host: str = Field(default="127.0.0.1", description="address to listen on; only loopback is allowed so far")
+    host: str = Field(default="127.0.0.1", description="address to listen on; off loopback only with TLS and tokens")
     port: int = Field(default=8080, ge=0, le=65535, description="0 takes a free port and prints it")
     body_limit_bytes: int = Field(default=_LIMITS.body_bytes, gt=0, le=1024**3, description="larger bodies are refused")
+    bodies_limit_bytes: int = Field(
+        default=256 * 1024 * 1024, gt=0, le=1024**4, description="all bodies in hand together; others are told to retry"
+    )
     silence_s: float = Field(
         default=30.0, gt=0, le=3600, description="a client that stops in the middle of a request is given up after this"
     )
+    hosts: frozenset[str] = Field(
+        default=frozenset(), description="further names that clients on loopback may call this appliance by"
+    )
+    anonymous: bool = Field(
+        default=True, description="on loopback anybody may run models and read; off loopback nobody ever may"
+    )
+    tls_certificate: Path | None = Field(default=None, description="PEM file with the chain; needed off loopback")
+    tls_key: Path | None = Field(default=None, description="PEM file, when the key is not in tls_certificate")
+    client_ca: Path | None = Field(default=None, description="PEM file of the authority that signs client certificates")
+    client_roles: Mapping[str, Literal["infer", "operate", "admin"]] = Field(
+        default={}, description="common name of a client certificate -> what it may do"
+    )
+    client_requests_per_s: float = Field(default=0.0, ge=0, le=1e6, description="of one client; 0 is no limit")
+    client_concurrency: int = Field(default=512, gt=0, description="requests of one client at the same time")
+    requests_per_s: float = Field(default=0.0, ge=0, le=1e6, description="of all clients; 0 is no limit")
+    concurrency: int = Field(default=1024, gt=0, description="requests of all clients at the same time")
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach the door."""
+        return self.host in LOOPBACK
 
 
 class Mqtt(_Part):
@@ -191,13 +216,19 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
         settings = Settings(**_merge(merged, flags))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
-    if settings.http.host not in {"127.0.0.1", "::1", "localhost"}:
+    _refuse_open_door(settings.http)
+    return settings
+
+
+def _refuse_open_door(http: Http) -> None:
+    if not http.on_loopback and http.tls_certificate is None:
         msg = (
-            f"http.host is {settings.http.host!r}, but this version serves on loopback only, because it has no tokens "
-            "and no TLS yet: put a reverse proxy with authentication in front of 127.0.0.1"
+            f"http.host is {http.host!r}, which others can reach, and there is no TLS: set http.tls_certificate "
+            "(and http.tls_key) to PEM files, or listen on loopback, 127.0.0.1"
         )
         raise ConfigError(msg)
-    return settings
+    if http.client_ca is not None and http.tls_certificate is None:
+        raise ConfigError("http.client_ca is set, but client certificates come over TLS only: set http.tls_certificate")
 
 
 def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:

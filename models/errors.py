@@ -4,11 +4,14 @@
     ├── CallerError            the request is wrong: sending it again unchanged fails again
     │   ├── BadInput             a tensor, a picture or a field cannot be used
     │   ├── TooLarge             over a size limit
-    │   └── NotFound             no such model, version, graph or command
+    │   ├── NotFound             no such model, version, graph or command
+    │   ├── Unauthenticated      whoever asks has not shown who they are
+    │   └── Forbidden            whoever asks may not do this
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
     │   ├── Overloaded           the queue is full, or its wait too long
-    │   ├── NotReady             the model is loading, restarting or quarantined
+    │   │   └── TooMany            this client, or all together, ask for more than they may
     │   ├── InsufficientMemory   the memory budget does not hold it
+    │   ├── NotReady             the model is loading, restarting or quarantined
     │   ├── WorkerLost           the worker died or hung while it held the request
     │   └── DeadlineExceeded     the caller's own deadline passed first
     ├── ModelError             the model or its runtime failed on a valid request
@@ -31,6 +34,7 @@ __all__ = [
     "CallerError",
     "ConfigError",
     "DeadlineExceeded",
+    "Forbidden",
     "GateFailed",
     "InsufficientMemory",
     "ModelError",
@@ -39,6 +43,8 @@ __all__ = [
     "Overloaded",
     "SourceError",
     "TooLarge",
+    "TooMany",
+    "Unauthenticated",
     "Unavailable",
     "WorkerLost",
     "WorkshopError",
@@ -66,6 +72,14 @@ class NotFound(CallerError):
     """The named model, version, graph or command does not exist here."""
 
 
+class Unauthenticated(CallerError):
+    """No token or certificate that is known here came with the request, and it needs one."""
+
+
+class Forbidden(CallerError):
+    """The caller is known, or comes from another site's page, and may not do this."""
+
+
 class Unavailable(ApplianceError):
     """The appliance's state, not the request, is the reason; retry after `retry_after_s`."""
 
@@ -81,8 +95,8 @@ class Overloaded(Unavailable):
     """The queue of this model is full, or a request would wait too long in it."""
 
 
-class NotReady(Unavailable):
-    """The model is loading, restarting or quarantined."""
+class TooMany(Overloaded):
+    """A limit of requests a second or at once, of one client or of all, is reached."""
 
 
 class InsufficientMemory(Unavailable):
@@ -94,6 +108,10 @@ class InsufficientMemory(Unavailable):
         """Say with `message` what the three figures are; they are 0 when only a worker knows."""
         super().__init__(message)
         self.need_bytes, self.have_bytes, self.would_evict = need_bytes, have_bytes, would_evict
+
+
+class NotReady(Unavailable):
+    """The model is loading, restarting or quarantined."""
 
 
 class WorkerLost(Unavailable):

@@ -182,11 +182,15 @@ def _holds(path: Path, content: bytes) -> bool:
         return False
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Replace `path` with `content` so that a power cut leaves the old file or the new one, and a fault no third."""
+def write_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace `path` with `content` so that a power cut leaves the old file or the new one, and a fault no third.
+
+    `mode` is that of the file, less what the process's umask takes away.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("wb") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

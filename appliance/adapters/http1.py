@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from pathlib import Path
 from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from models.errors import ConfigError
+
 HEAD_LIMIT_BYTES = 64 * 1024
+FRAMING_LIMIT_BYTES = 1024 * 1024
+"""Some 65,000 chunks of the usual form; Triton's bound is 65,536."""
+UNREAD_LIMIT_BYTES = 64 * 1024 * 1024
+"""A client that has sent a body of usual size before it looks for the answer still finds it."""
+
+
+def tls_context(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
+    """What TLS needs, from PEM files; None for plain HTTP. Raises ConfigError for files that cannot be used."""
+    if certificate is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(certificate, key, password="")  # one that needs a password is refused, not asked for
+        if client_ca:
+            context.load_verify_locations(client_ca)
+            context.verify_mode = ssl.CERT_OPTIONAL  # who has none may still have a token
+    except OSError as error:
+        files = ", ".join(str(path) for path in (certificate, key, client_ca) if path)
+        msg = f"the TLS files {files} cannot be used ({error}): give PEM files that belong together"
+        raise ConfigError(msg) from error
+    return context
 
 
 class Http1(HttpToolsProtocol):
     """One connection.
 
     A head (request line and headers) that does not end is given up, not kept in memory, and so is a
-    client that owes a request, or the rest of one, and says nothing for `silence_s`.
+    client that owes a request, or the rest of one, and says nothing for `silence_s`. A body is cut off when
+    what frames it (sizes of chunks, their extensions, trailers) outgrows its limit, and so is the rest of one
+    that was refused. `scope["client_certificate"]` is the common name of a certificate that TLS has verified.
     """
 
     _in_head = False
@@ -23,6 +51,11 @@ class Http1(HttpToolsProtocol):
     _owes = True
     """Whether the client is expected to send something: a first request, or the rest of one."""
     _silence: asyncio.TimerHandle | None = None
+    _framing_bytes = 0
+    """Of the present request: its head, and all around its body."""
+    _unread_bytes = 0
+    """Of a body that nobody reads, because it was answered already."""
+    _certificate: str | None = None
 
     def __init__(self, *uvicorns: Any, silence_s: float, **uvicorns_too: Any) -> None:  # noqa: ANN401 - handed on
         """Made by uvicorn, which is given this class with `silence_s` filled in."""
@@ -32,6 +65,7 @@ class Http1(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it too
         """Called when a client has connected."""
         super().connection_made(transport)
+        self._certificate = _common_name(transport)
         self._listen()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -44,11 +78,13 @@ class Http1(HttpToolsProtocol):
         """Called by the parser at the first byte of a request."""
         super().on_message_begin()
         self._in_head, self._head_bytes, self._owes = True, 0, True
+        if self._certificate is not None:
+            self.scope["client_certificate"] = self._certificate  # type: ignore[typeddict-unknown-key] # of our own
 
     def on_message_complete(self) -> None:
         """Called by the parser at the last byte of a request. Idle connections after it are uvicorn's to close."""
         super().on_message_complete()
-        self._owes = False
+        self._owes, self._framing_bytes, self._unread_bytes = False, 0, 0
 
     def on_headers_complete(self) -> None:
         """Called by the parser after the empty line that ends a head."""
@@ -60,11 +96,25 @@ class Http1(HttpToolsProtocol):
         if self._in_head:
             super().on_header(name, value)
 
+    def on_body(self, body: bytes) -> None:
+        """Called by the parser with a piece of a body."""
+        self._framing_bytes -= len(body)
+        if self.cycle.response_complete:
+            self._unread_bytes += len(body)
+        super().on_body(body)
+
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""
         headers = self.headers  # each request has a list of its own
+        self._framing_bytes += len(data)
         super().data_received(data)
         self._listen()
+        if self.transport.is_closing():
+            return
+        if self._unread_bytes > UNREAD_LIMIT_BYTES:
+            self.transport.close()
+        elif self._framing_bytes > FRAMING_LIMIT_BYTES:
+            self._refuse(413, f"over {FRAMING_LIMIT_BYTES} bytes frame the body: send it in fewer chunks")
         if self._in_head and self.headers is headers:  # all of `data` belongs to a head that has not ended yet
             self._head_bytes += len(data)
             if self._head_bytes > HEAD_LIMIT_BYTES and not self.transport.is_closing():
@@ -92,3 +142,13 @@ class Http1(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content)
         self.transport.write(STATUS_LINE[status] + head + content)
         self.transport.close()
+
+
+def _common_name(transport: asyncio.BaseTransport) -> str | None:
+    tls = transport.get_extra_info("ssl_object")
+    certificate = tls.getpeercert() if tls else None
+    for part in (certificate or {}).get("subject", ()):
+        for name, value in part:
+            if name == "commonName":
+                return str(value)
+    return None

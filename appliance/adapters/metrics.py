@@ -1,4 +1,4 @@
-"""Prometheus metrics: the state of models, read from the service at a scrape, and what became of requests.
+"""What became of requests, as Prometheus and Triton's statistics ask for it, and the state of models at a scrape.
 
 Names that begin with `nv_` are those of Triton, so that its dashboards work. Labels take the names of
 served models only, whose number nobody outside decides.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -25,37 +26,80 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from appliance.core.pressure import Step
-from appliance.service import Service
-from models.errors import BundleError, DeadlineExceeded, ModelError, NotReady, Overloaded, WorkerLost
+from appliance.service import Outcome, Service
+from models.errors import (
+    BundleError,
+    DeadlineExceeded,
+    InsufficientMemory,
+    ModelError,
+    NotReady,
+    Overloaded,
+    WorkerLost,
+)
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _REASONS: Mapping[str, tuple[type[BaseException], ...]] = {
-    "REJECTED": (Overloaded, NotReady, DeadlineExceeded),
+    "REJECTED": (Overloaded, NotReady, DeadlineExceeded, InsufficientMemory),
     "CANCELED": (asyncio.CancelledError,),
     "BACKEND": (WorkerLost, ModelError, BundleError),
     "OTHER": (BaseException,),
 }
 """Triton's reasons of a failure -> what counts as such; the first that fits."""
+_PARTS = {"queue": "queue", "decode": "input", "inference": "infer", "processing": "output"}
+"""Part of an answer's timing -> Triton's name of it."""
 _LABELS = ("model", "version")
 
 
-def registry_of(service: Service) -> CollectorRegistry:
-    """A registry that shows `service` and counts its requests from now on."""
-    registry = CollectorRegistry()
-    ProcessCollector(registry=registry)
-    PlatformCollector(registry=registry)
-    GCCollector(registry=registry)
-    registry.register(_StateCollector(service))
-    requests = _RequestCollector(_Tally.of_each(service))
-    service.observers.append(requests.observe)
-    registry.register(requests)
-    return registry
+class Metrics:
+    """Counts the requests of one service from now on."""
 
+    def __init__(self, service: Service) -> None:
+        """Show `service`; every served model shows zeros before its first request."""
+        self._tallies = {(info.name, info.version): _Tally() for info in service.models()}
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self._registry.register(_StateCollector(service))
+        self._registry.register(_RequestCollector(self._tallies))
+        service.observers.append(self._observe)
 
-def text_of(registry: CollectorRegistry) -> bytes:
-    """The text of a scrape."""
-    # The library writes the type of every counter under a name that ends in `_total`, as Triton's do not.
-    return re.sub(rb"(?m)^(# (?:HELP|TYPE) nv_\w+)_total ", rb"\1 ", generate_latest(registry))
+    def text(self) -> bytes:
+        """The text of a scrape."""
+        # The library writes the type of every counter under a name that ends in `_total`, as Triton's do not.
+        return re.sub(rb"(?m)^(# (?:HELP|TYPE) nv_\w+)_total ", rb"\1 ", generate_latest(self._registry))
+
+    def statistics(self, model: str, version: str) -> dict[str, Any]:
+        """Counts and nanoseconds of a model, in the form of Triton's statistics extension.
+
+        The time of a failed request has no parts; that of a bundle counts decoding as input, and
+        everything else around its graphs as output.
+        """
+        tally = self._tallies.get((model, version), _Tally())
+        parts = {
+            f"{'' if part == 'queue' else 'compute_'}{part}": _duration(tally.answered, spent_s)
+            for part, spent_s in tally.parts_s.items()
+        }
+        return {
+            "name": model,
+            "version": version,
+            "last_inference": round(tally.last_at * 1e3),
+            "inference_count": tally.answered,
+            "execution_count": tally.answered,
+            "inference_stats": {
+                "success": _duration(tally.answered, tally.seconds),
+                "fail": _duration(sum(tally.failures.values()), tally.failed_s),
+                **parts,
+                "cache_hit": _duration(0, 0.0),
+                "cache_miss": _duration(0, 0.0),
+            },
+            "batch_stats": [],
+            "memory_usage": [],
+            "response_stats": {},
+        }
+
+    def _observe(self, outcome: Outcome) -> None:
+        self._tallies.setdefault((outcome.model, outcome.version), _Tally()).add(outcome)
 
 
 class _Tally:
@@ -63,21 +107,25 @@ class _Tally:
 
     def __init__(self) -> None:
         self.answered = 0
-        self.seconds = 0.0
+        self.seconds = self.failed_s = 0.0
+        self.parts_s = dict.fromkeys(_PARTS.values(), 0.0)
         self.failures = dict.fromkeys(_REASONS, 0)
         self.buckets = [0] * (len(_BUCKETS_S) + 1)
+        self.last_at = 0.0
+        """Unix seconds of the last answer."""
 
-    @staticmethod
-    def of_each(service: Service) -> dict[tuple[str, str], _Tally]:
-        """A tally for every served model, so that each shows a zero before its first request."""
-        return {(info.name, info.version): _Tally() for info in service.models()}
-
-    def add(self, seconds: float, error: BaseException | None) -> None:
+    def add(self, outcome: Outcome) -> None:
+        seconds, error = outcome.seconds, outcome.error
         if error is None:
             self.answered += 1
             self.seconds += seconds
             self.buckets[bisect_left(_BUCKETS_S, seconds)] += 1
+            for part, spent_ms in outcome.timing_ms.items():
+                if part in _PARTS:
+                    self.parts_s[_PARTS[part]] += spent_ms / 1e3
+            self.last_at = time.time()
         else:
+            self.failed_s += seconds
             self.failures[next(reason for reason, kinds in _REASONS.items() if isinstance(error, kinds))] += 1
 
 
@@ -85,16 +133,21 @@ class _RequestCollector(Collector):
     def __init__(self, tallies: dict[tuple[str, str], _Tally]) -> None:
         self._tallies = tallies
 
-    def observe(self, model: str, version: str, seconds: float, error: BaseException | None) -> None:
-        """Count one request."""
-        self._tallies.setdefault((model, version), _Tally()).add(seconds, error)
-
     def collect(self) -> Iterator[Metric]:
         success = Metric("nv_inference_request_success", "Requests that were answered.", "counter")
         failure = Metric("nv_inference_request_failure", "Requests that were not answered, by reason.", "counter")
         duration = Metric(
             "nv_inference_request_duration_us", "Microseconds spent on answered requests, waiting included.", "counter"
         )
+        parts = {
+            part: Metric(f"nv_inference_{name}_duration_us", f"Microseconds of answered requests {doing}.", "counter")
+            for part, name, doing in (
+                ("queue", "queue", "in the queue"),
+                ("input", "compute_input", "on decoding"),
+                ("infer", "compute_infer", "in graphs"),
+                ("output", "compute_output", "around graphs"),
+            )
+        }
         seconds = HistogramMetricFamily(
             "appliance_request_seconds", "Time to an answer, waiting included.", labels=_LABELS
         )
@@ -102,10 +155,12 @@ class _RequestCollector(Collector):
             labels = dict(zip(_LABELS, names, strict=True))
             success.add_sample(success.name, labels, tally.answered)
             duration.add_sample(duration.name, labels, round(tally.seconds * 1e6))
+            for part, metric in parts.items():
+                metric.add_sample(metric.name, labels, round(tally.parts_s[part] * 1e6))
             for reason, count in tally.failures.items():
                 failure.add_sample(failure.name, {**labels, "reason": reason}, count)
             seconds.add_metric(names, _cumulative(tally.buckets), tally.seconds)
-        yield from (success, failure, duration, seconds)
+        yield from (success, failure, duration, *parts.values(), seconds)
 
 
 class _StateCollector(Collector):
@@ -182,6 +237,10 @@ class _StateCollector(Collector):
                 recovery.add_metric([*names, cause], spent["count"], spent["total_s"])
                 last.add_metric([*names, cause], spent["last_s"])
         yield from (restarts, faults, rungs, recovery, last)
+
+
+def _duration(count: int, seconds: float) -> dict[str, int]:
+    return {"count": count, "ns": round(seconds * 1e9)}
 
 
 def _cumulative(counts: Sequence[int]) -> list[tuple[str, float]]:

@@ -1,4 +1,4 @@
-"""Open Inference Protocol v2 documents: bytes to tensors and back. Pure.
+"""Open Inference Protocol v2 requests and answers: bytes to tensors and back. Pure.
 
 Written from the public specification (inference_rest and Triton's binary tensor extension):
 a body is JSON, or JSON of `Inference-Header-Content-Length` bytes followed by the binary tensors
@@ -16,15 +16,20 @@ from typing import Any
 import numpy as np
 import orjson
 
-from appliance.service import ModelInfo
 from models.errors import BadInput, ModelError
-from models.spec import DTYPES, ModelSpec, Payload, Tensor, TensorSpec, element_count, pack_bytes
+from models.spec import DTYPES, ModelSpec, Payload, Tensor, element_count, pack_bytes
 
 HEADER = "inference-header-content-length"
 _SCALARS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """Kind of a numpy dtype -> types of JSON values that it takes."""
-EXTENSIONS = ("binary_tensor_data", "schedule_policy")
-"""Not `model_repository`: its index is served, but models cannot be loaded and unloaded by request."""
+MOST_URGENT, LEAST_URGENT = 1, 10
+
+_NOT_OFFERED = {
+    "shared_memory_region": "memory shared with clients is not offered: send the tensor in the request",
+    "classification": "classification is not offered: take the tensor and sort it",
+    "sequence_id": "sequences are not offered: every request stands for itself",
+}
+"""Parameters of extensions that would change the answer: refused, because without them it would be another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,7 @@ class Request:
 def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
     """Read a request body. `spec` is needed only for raw bodies. Raises BadInput."""
     if header_length is None:
-        return _parse(_json(body), memoryview(b""))
+        return _parse(json_object(body), memoryview(b""))
     if not header_length.isascii() or not header_length.isdigit() or len(header_length) > 12:  # noqa: PLR2004 - 1 TB
         msg = f"{HEADER} is {header_length[:40]!r}: it must be the number of bytes of the JSON part"
         raise BadInput(msg)
@@ -55,7 +60,7 @@ def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
         raise BadInput(msg)
     if length == 0:
         return _parse_raw(body, spec)
-    return _parse(_json(body[:length]), memoryview(body)[length:])
+    return _parse(json_object(body[:length]), memoryview(body)[length:])
 
 
 def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, int | None]:
@@ -79,27 +84,8 @@ def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor])
     return (b"".join((content, *tail)), len(content)) if tail else (content, None)
 
 
-def metadata(info: ModelInfo) -> dict[str, Any]:
-    """The metadata document of a model."""
-
-    def tensors(specs: Sequence[TensorSpec]) -> list[dict[str, Any]]:
-        return [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs]
-
-    return {
-        "name": info.name,
-        "versions": [info.version],
-        "platform": info.platform,
-        "inputs": tensors(info.spec.inputs),
-        "outputs": tensors(info.spec.outputs),
-    }
-
-
-def only_ready(body: bytes) -> bool:
-    """Whether a repository index request asks for ready models only; raises BadInput."""
-    return bool(body) and _json(body).get("ready") is True
-
-
-def _json(content: bytes) -> dict[str, Any]:
+def json_object(content: bytes) -> dict[str, Any]:
+    """The JSON object of a body; raises BadInput."""
     try:
         data = orjson.loads(content)
     except orjson.JSONDecodeError as error:
@@ -121,19 +107,25 @@ def _parse(data: dict[str, Any], tail: memoryview) -> Request:
     if len(tail):
         msg = f"{len(tail)} bytes follow the last binary tensor: binary_data_size values do not add up"
         raise BadInput(msg)
-    parameters = _parameters(data)
+    parameters = parameters_of(data)
     wanted = _objects(data, "outputs") if data.get("outputs") is not None else None
     names = None if not wanted else tuple(_field(item, "name", str) for item in wanted)
     if names and len(set(names)) != len(names):
         raise BadInput("an output is asked for twice")
-    flags = {item["name"]: _flag(_parameters(item), "binary_data") for item in wanted or ()}
+    for item in (data, *inputs, *(wanted or ())):
+        _refuse_not_offered(parameters_of(item))
+    flags = {item["name"]: flag(parameters_of(item), "binary_data") for item in wanted or ()}
+    priority = _number(parameters, "priority")
+    if priority and priority > LEAST_URGENT:
+        msg = f"parameter `priority` is {priority}: it must be {MOST_URGENT} (most urgent) to {LEAST_URGENT}, or 0"
+        raise BadInput(msg)
     return Request(
         tensors=tensors,
         id=None if data.get("id") is None else _field(data, "id", str),
         outputs=names,
         binary={name: flag for name, flag in flags.items() if flag is not None},
-        binary_default=_flag(parameters, "binary_data_output") or False,
-        priority=_number(parameters, "priority"),
+        binary_default=flag(parameters, "binary_data_output") or False,
+        priority=priority,
         timeout_us=_number(parameters, "timeout"),
     )
 
@@ -164,7 +156,7 @@ def _input(item: dict[str, Any], tail: memoryview) -> tuple[Tensor, memoryview]:
         msg = f"input {name!r}: `shape` must be a list of whole numbers"
         raise BadInput(msg)
     element_count(name, shape)
-    size = _number(_parameters(item), "binary_data_size")
+    size = _number(parameters_of(item), "binary_data_size")
     if size is None:
         return Tensor(name, datatype, tuple(shape), _payload(name, datatype, shape, item.get("data"))), tail
     if "data" in item:
@@ -267,7 +259,8 @@ def _field(data: dict[str, Any], key: str, kind: type) -> Any:  # noqa: ANN401 -
     return value
 
 
-def _parameters(data: dict[str, Any]) -> dict[str, Any]:
+def parameters_of(data: dict[str, Any]) -> dict[str, Any]:
+    """The `parameters` of a document, a tensor or an output; raises BadInput."""
     parameters = data.get("parameters")
     if parameters is None:
         return {}
@@ -276,7 +269,14 @@ def _parameters(data: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def _flag(parameters: dict[str, Any], key: str) -> bool | None:
+def _refuse_not_offered(parameters: dict[str, Any]) -> None:
+    for key, sentence in _NOT_OFFERED.items():
+        if parameters.get(key):
+            raise BadInput(sentence)
+
+
+def flag(parameters: dict[str, Any], key: str) -> bool | None:
+    """A truth value among parameters, None when it is not given; raises BadInput."""
     value = parameters.get(key)
     if value is not None and not isinstance(value, bool):
         msg = f"parameter `{key}` must be true or false"

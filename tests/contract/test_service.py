@@ -9,7 +9,7 @@ import pytest
 from doubles.service import MemoryService
 
 from appliance.core.command import Command
-from appliance.service import InferRequest, Service
+from appliance.service import InferRequest, Outcome, Service
 from models.errors import NotFound
 
 pytestmark = pytest.mark.contract
@@ -70,8 +70,8 @@ def test_nothing_listens_before_a_door_does(service: Either) -> None:
 
 
 def test_nobody_is_told_of_requests_for_models_that_are_not_served(service: Either) -> None:
-    told: list[tuple[object, ...]] = []
-    service.observers.append(lambda *request: told.append(request))
+    told: list[Outcome] = []
+    service.observers.append(told.append)
     with pytest.raises(NotFound):
         asyncio.run(service.infer(InferRequest("missing", [])))
     assert told == []

@@ -13,7 +13,16 @@ from appliance.core.budget import Admission, refusal
 from appliance.core.command import Command, CommandResult
 from appliance.faults import Injection
 from appliance.memory import ModelState
-from appliance.service import PICTURES, InferRequest, InferResponse, ModelInfo, Observer, Origin, RepositoryModel
+from appliance.service import (
+    PICTURES,
+    InferRequest,
+    InferResponse,
+    ModelInfo,
+    Observer,
+    Origin,
+    Outcome,
+    RepositoryModel,
+)
 from models.errors import BadInput, NotFound, NotReady
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
@@ -24,6 +33,7 @@ ECHO = ModelSpec(
 
 
 MODEL_BYTES = 100
+TIMING_MS = {"queue": 5.0, "decode": 2.0, "inference": 10.0, "processing": 1.0}
 UNLOADED = "unloaded by request"
 
 
@@ -110,7 +120,7 @@ class MemoryService:
             msg = f"there is no output among {names} but {', '.join(arrays)}"
             raise BadInput(msg)
         origin = Origin(request.model, "1.0", "memory", "fp32", "unverified-local", None)
-        return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], {"inference": 0.0})
+        return InferResponse(origin, [Tensor.from_array(name, arrays[name]) for name in names], TIMING_MS)
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """The document about one picture."""
@@ -210,7 +220,7 @@ class MemoryService:
             msg = f"model {request.model!r} is not loaded ({UNLOADED}): load it first"
             raise NotReady(msg)
         for observer in self.observers:
-            observer(request.model, "1.0", 0.02, self._fault)
+            observer(Outcome(request.model, "1.0", 0.02, self._fault, {} if self._fault else TIMING_MS))
         if self._fault:
             raise self._fault
         check_request(spec, request.tensors, request.outputs)

@@ -95,7 +95,7 @@ def test_every_log_line_after_the_start_names_the_device(start_null: StartDaemon
 def test_a_client_that_stops_in_the_middle_of_a_request_is_given_up(start_null: StartDaemon) -> None:
     daemon = start_null(APPLIANCE_HTTP__SILENCE_S="0.3")
     host, port = daemon.url.removeprefix("http://").split(":")
-    for said in (b"", b"POST /v2/models/null/infer HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf"):
+    for said in (b"", b"POST /v2/models/null/infer HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\nhalf"):
         with socket.create_connection((host, int(port)), timeout=10) as client:
             client.sendall(said)
             assert client.recv(1000).startswith(b"HTTP/1.1 408 ")
@@ -256,7 +256,7 @@ def test_every_log_line_is_one_json_document_even_after_faulty_clients(start_nul
         client.sendall(b"no http at all\r\n\r\n")
         client.recv(1000)
     with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(b"POST /v2/models/null/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nhalf")
+        client.sendall(b"POST /v2/models/null/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\nhalf")
     assert np.array_equal(binary_floats(daemon.infer("null", ONE)), ONE)
     daemon.stop()
     assert {"level", "timestamp", "event"} <= set.intersection(*(set(line) for line in daemon.log()))

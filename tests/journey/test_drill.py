@@ -25,13 +25,15 @@ def frame(value: float) -> Floats:
 
 
 def inject(daemon: Daemon, fault: str, **more: object) -> None:
-    answer = daemon.http.post("/v1/faults", json={"fault": fault, **more})
+    answer = daemon.http.post("/v1/faults", json={"fault": fault, **more}, headers=daemon.authorized("admin"))
     assert answer.status_code == 200, answer.text
 
 
 def test_faults_cannot_be_injected_unless_the_operator_has_allowed_it(start_null: StartDaemon) -> None:
     daemon = start_null()
-    answer = daemon.http.post("/v1/faults", json={"fault": "crash", "model": "null"})
+    order = {"fault": "crash", "model": "null"}
+    assert "token of role admin" in assert_refused(daemon.http.post("/v1/faults", json=order), 401)
+    answer = daemon.http.post("/v1/faults", json=order, headers=daemon.authorized("admin"))
     assert "fault injection is off" in assert_refused(answer, 404)
     drill = appliance("doctor", "--drill", "--url", daemon.url)
     assert (drill.returncode, "fault injection is off" in drill.stderr) == (1, True)
@@ -53,11 +55,15 @@ def test_faults_cannot_be_injected_unless_the_operator_has_allowed_it(start_null
     ],
 )
 def test_what_cannot_be_broken_is_refused(drilled: Daemon, body: bytes, sentence: str) -> None:
-    assert sentence in assert_refused(drilled.http.post("/v1/faults", content=body), 400)
+    assert sentence in assert_refused(
+        drilled.http.post("/v1/faults", content=body, headers=drilled.authorized("admin")), 400
+    )
 
 
 def test_a_fault_of_a_model_that_is_not_served_is_refused(drilled: Daemon) -> None:
-    answer = drilled.http.post("/v1/faults", json={"fault": "crash", "model": "none"})
+    answer = drilled.http.post(
+        "/v1/faults", json={"fault": "crash", "model": "none"}, headers=drilled.authorized("admin")
+    )
     assert "there is no model 'none'" in assert_refused(answer, 404)
 
 
@@ -135,7 +141,10 @@ def test_the_drill_lists_every_fault_with_its_recovery_time_and_leaves_everythin
     )
     daemon.wait_serving().wait_ready()
     eventually(lambda: daemon.status()["mqtt"]["connected"], "the broker is there")
-    drill = daemon.run_later(appliance, "doctor", "--drill", "--json", "--url", daemon.url).result(300)
+    token = {"APPLIANCE_TOKEN": daemon.token("admin")}
+    drill = daemon.run_later(lambda: appliance("doctor", "--drill", "--json", "--url", daemon.url, env=token)).result(
+        300
+    )
     assert drill.returncode == 0, drill.stderr
     document = json.loads(drill.stdout)
     assert (document["model"], document["passed"]) == ("linear", True)

@@ -206,7 +206,10 @@ def test_a_body_over_the_limit_is_refused_without_an_announced_length(tiny_daemo
 
 
 def test_a_body_in_very_many_pieces_is_taken_or_refused_but_not_waited_for(tiny_daemon: Daemon) -> None:
-    head = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n" % INFER.encode()
+    head = (
+        b"POST %s HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        % INFER.encode()
+    )
     answer = talk(tiny_daemon, head + b"1\r\n[\r\n" * 100_000 + b"0\r\n\r\n")
     assert status_of(answer) in {400, 413}
 
@@ -235,7 +238,7 @@ NAMES = [
     "path", ["/v2/models/{}/infer", "/v2/models/linear/versions/{}/infer", "/v1/models/{}/predict"]
 )
 def test_a_name_that_is_none_is_not_found(tiny_daemon: Daemon, path: str, name: str) -> None:
-    head = f"POST {path.format(name)} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+    head = f"POST {path.format(name)} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
     answer = talk(tiny_daemon, head.encode())
     assert status_of(answer) in {400, 404, 405, 414}
     error = json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]
@@ -247,10 +250,10 @@ def test_a_name_that_is_none_is_not_found(tiny_daemon: Daemon, path: str, name: 
     "content",
     [
         pytest.param(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500), id="TLS"),
-        pytest.param(b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n", id="path of bytes"),
+        pytest.param(b"GET /\xff\xfe HTTP/1.1\r\nHost: localhost\r\n\r\n", id="path of bytes"),
         pytest.param(b"GET  HTTP/1.1\r\n\r\n", id="no path"),
-        pytest.param(b"FETCH /v2 HTTP/1.1\r\nHost: x\r\n\r\n", id="unknown verb"),
-        pytest.param(b"GET /v2 HTTP/9.9\r\nHost: x\r\n\r\n", id="unknown version"),
+        pytest.param(b"FETCH /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n", id="unknown verb"),
+        pytest.param(b"GET /v2 HTTP/9.9\r\nHost: localhost\r\n\r\n", id="unknown version"),
         pytest.param(b"POST /v2 HTTP/1.1\r\nContent-Length: -5\r\n\r\n", id="negative length"),
         pytest.param(b"POST /v2 HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n12345", id="two lengths"),
         pytest.param(
@@ -273,13 +276,13 @@ def test_what_is_no_http_is_refused_with_a_reason_too(tiny_daemon: Daemon, conte
 
 def test_clients_that_leave_in_the_middle_leave_nothing_behind(tiny_daemon: Daemon) -> None:
     sockets = tiny_daemon.sockets()
-    head = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), LIMIT)
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (INFER.encode(), LIMIT)
     for _ in range(20):
         talk(tiny_daemon, head + bytes(MIB), then_leave=True)
     eventually(lambda: tiny_daemon.sockets() <= sockets, "their connections are gone")
     body, headers = binary_request({"x": X})
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    whole = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    whole = f"POST {INFER} HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: {len(body)}\r\n\r\n".encode() + body
     for _ in range(20):
         talk(tiny_daemon, whole, then_leave=True)
     eventually(lambda: tiny_daemon.sockets() <= sockets, "their connections are gone")
@@ -291,7 +294,7 @@ def test_clients_that_send_half_a_request_and_wait_do_not_keep_others_waiting(ti
     with contextlib.ExitStack() as waiting:
         for _ in range(50):
             sock = waiting.enter_context(socket.create_connection((url.host, url.port or 0)))
-            sock.sendall(b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf" % INFER.encode())
+            sock.sendall(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nhalf" % INFER.encode())
         assert np.allclose(binary_floats(tiny_daemon.infer("linear", X)), X @ tiny.WEIGHTS, rtol=1e-4)
 
 
@@ -326,22 +329,37 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_three_hundred_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+def damaged_requests_are_answered_or_refused(daemon: Daemon, count: int) -> None:
+    """Send `count` requests that are a little damaged; each is refused for its own fault, and no worker restarts."""
     seed = random.SystemRandom().randrange(10**9)
     print(f"seed {seed}")
     chance = random.Random(seed)  # noqa: S311 - to be repeatable
     binary, headers = binary_request({"x": X})
+    asked = document() | {"id": "7", "outputs": [{"name": "y"}], "parameters": {"priority": 1, "timeout": 10**7}}
+    texts = {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [2], "data": ["größer", "発"]}]}
     originals: list[tuple[str, bytes, dict[str, str]]] = [
         (INFER, binary, headers),
-        (INFER, json.dumps(document()).encode(), {}),
+        (INFER, json.dumps(asked).encode(), {}),
+        (INFER, X.tobytes(), {"inference-header-content-length": "0"}),
+        ("/v2/models/text/versions/1/infer", json.dumps(texts).encode(), {}),
+        ("/v2/repository/index", b'{"ready": true}', {}),
         (PREDICT, tiny.jpeg(64, 48), {}),
         (PREDICT, tiny.picture(48, 64), {}),
     ]
-    pids = marked(tiny_daemon.mark)
-    for number in range(300):
+    pids = marked(daemon.mark)
+    for number in range(count):
         path, content, more = chance.choice(originals)
-        answer = tiny_daemon.http.post(path, content=mutated(content, chance), headers=more)
+        answer = daemon.http.post(path, content=mutated(content, chance), headers=more)
         if answer.status_code != 200:
             assert_refused(answer, 400, 413)
         assert answer.status_code < 500, (seed, number)
-    assert sorted(marked(tiny_daemon.mark)) == sorted(pids)
+    assert sorted(marked(daemon.mark)) == sorted(pids)
+
+
+def test_three_hundred_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+    damaged_requests_are_answered_or_refused(tiny_daemon, 300)
+
+
+@pytest.mark.long
+def test_a_thousand_damaged_requests_are_answered_or_refused_and_never_break_anything(tiny_daemon: Daemon) -> None:
+    damaged_requests_are_answered_or_refused(tiny_daemon, 1000)

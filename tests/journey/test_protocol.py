@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,70 @@ def test_the_repository_index_lists_every_model_with_its_state(client: triton.In
     index = client.get_model_repository_index()
     assert {model["name"] for model in index} == {"linear", "types", "text", "pair", "blank", "blank.det"}
     assert {model["state"] for model in index} == {"READY"}
+
+
+def test_the_stock_client_reads_configuration_by_name_and_version(client: triton.InferenceServerClient) -> None:
+    config = client.get_model_config("linear")
+    assert (config["name"], config["platform"], config["max_batch_size"]) == ("linear", "onnx_onnxv1", 0)
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 16]}]
+    assert config["output"] == [{"name": "y", "data_type": "TYPE_FP32", "dims": [-1, 16]}]
+    assert client.get_model_config("linear", "1") == config
+    assert client.get_model_config("text")["input"][0]["data_type"] == "TYPE_STRING"
+    assert client.get_model_config("types")["input"][0] == {"name": "BOOL", "data_type": "TYPE_BOOL", "dims": [-1]}
+    for wrong in (("linear", "2"), ("none", "")):
+        with pytest.raises(InferenceServerException, match=r"no version|no model"):
+            client.get_model_config(*wrong)
+
+
+def test_the_stock_client_reads_statistics_that_count_what_was_asked(client: triton.InferenceServerClient) -> None:
+    def linear(version: str = "") -> dict[str, Any]:
+        (model,) = client.get_inference_statistics("linear", version)["model_stats"]
+        return dict(model)
+
+    before = linear()
+    for _ in range(3):
+        client.infer("linear", inputs({"x": tiny.WEIGHTS}, binary=True))
+    with pytest.raises(InferenceServerException):
+        client.infer("linear", inputs({"x": A}, binary=True))
+    after = linear("1")
+
+    def grown(part: str, what: str = "count") -> int:
+        return int(after["inference_stats"][part][what] - before["inference_stats"][part][what])
+
+    assert after["inference_count"] - before["inference_count"] == 3
+    assert after["execution_count"] - before["execution_count"] == 3
+    assert [grown(part) for part in ("success", "fail", "queue", "compute_infer")] == [3, 1, 3, 3]
+    assert grown("success", "ns") > grown("compute_infer", "ns") > 0
+    everything = client.get_inference_statistics()["model_stats"]
+    assert {model["name"] for model in everything} >= {"linear", "pair", "blank", "blank.det"}
+    with pytest.raises(InferenceServerException, match="no version"):
+        client.get_inference_statistics("linear", "2")
+
+
+def test_the_stock_client_asks_whether_a_model_would_fit(
+    tiny_daemon: Daemon, client: triton.InferenceServerClient
+) -> None:
+    with pytest.raises(InferenceServerException, match="appliance token create --role operate"):
+        client.load_model("linear")
+    operator = tiny_daemon.authorized("operate")
+    client.load_model("linear", headers=operator, query_params={"dry_run": "true"})
+    with pytest.raises(InferenceServerException, match="there is no model 'none'"):
+        client.load_model("none", headers=operator)
+    with pytest.raises(InferenceServerException, match="loaded as it was installed"):
+        client.load_model("linear", headers=operator, config="{}", files={"file:1/model.onnx": b"x"})
+
+
+@pytest.mark.skipif(not shutil.which("perf_analyzer"), reason="perf_analyzer is not installed")
+@pytest.mark.parametrize(
+    "model", [("-m", "pair"), ("-m", "linear", "--shape", "x:1,16"), ("-m", "text", "--shape", "x:1")], ids=" ".join
+)
+def test_perf_analyzer_runs_unchanged(tiny_daemon: Daemon, model: tuple[str, ...]) -> None:
+    # It shall run, not measure: a hundred requests, however they vary.
+    short = ["--measurement-mode", "count_windows", "--measurement-request-count", "100", "-s", "999"]
+    command = ["perf_analyzer", *model, "-u", tiny_daemon.url.removeprefix("http://"), *short]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "Throughput:" in run.stdout, run.stdout + run.stderr
+    assert "Avg request latency:" in run.stdout  # from the statistics
 
 
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "json"])

@@ -131,7 +131,7 @@ def test_work_that_waits_for_clients_who_have_left_is_not_done(start_null: Start
     pid = kill_worker(daemon, signal.SIGSTOP)
     body, headers = binary_request({"x": frame(1)})
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    head = f"POST /v2/models/null/infer HTTP/1.1\r\nHost: x\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v2/models/null/infer HTTP/1.1\r\nHost: localhost\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
     url = httpx.URL(daemon.url)
     with contextlib.ExitStack() as clients:
         for _ in range(10):

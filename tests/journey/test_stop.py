@@ -109,7 +109,7 @@ def test_a_stop_takes_no_longer_than_the_grace_period_whoever_hangs(start_daemon
     daemon = start_daemon(*models, APPLIANCE_RUNTIME="null", APPLIANCE_SHUTDOWN_GRACE_S="2").wait_serving().wait_ready()
     url = httpx.URL(daemon.url)
     with socket.create_connection((url.host, url.port or 0)) as half:
-        half.sendall(b"POST /v2/models/a/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf")
+        half.sendall(b"POST /v2/models/a/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nhalf")
         for name in ("a", "b", "c"):
             os.kill(daemon.worker_pid(name), signal.SIGSTOP)
         started = time.monotonic()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import Self
 
+from appliance.adapters.tokens import Role, TokenFile
 from support.processes import clean_environment, end_marked, eventually, marked, new_mark, open_files
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class Daemon:
         nothing.touch()  # keeps the settings of this machine's own daemon out
         self.state_dir = folder / "state"
         self.mark = new_mark()
+        self._tokens: dict[str, str] = {}
         self._log_path = folder / f"log-{self.mark}.jsonl"
         self._pool = ThreadPoolExecutor(max_workers=100)
         own = ["--config", str(nothing), "--state-dir", str(self.state_dir), "--http", "127.0.0.1:0"]
@@ -142,6 +144,16 @@ class Daemon:
         return sum(name.startswith("socket:") for name in open_files(self.pid))
 
     # What is asked of it
+
+    def authorized(self, role: str) -> dict[str, str]:
+        """Headers that show a token of `role`."""
+        return {"authorization": f"Bearer {self.token(role)}"}
+
+    def token(self, role: str) -> str:
+        """A token of `role`, made for this daemon at the first call."""
+        if role not in self._tokens:
+            self._tokens[role] = TokenFile(self.state_dir).create(new_mark(), Role.of(role))
+        return self._tokens[role]
 
     def run_later(self, call: Callable[..., T], *arguments: object) -> Future[T]:
         """Call something in another thread that lives no longer than this daemon."""

@@ -79,3 +79,9 @@ def open_files(pid: int) -> list[str]:
         with contextlib.suppress(OSError):
             found.append(str(entry.readlink()))
     return sorted(found)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory that a process holds now."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import orjson
 import pytest
-from doubles.asgi import ECHO, INPUT, PREDICT, READER, ask, error_of
+from doubles.asgi import ECHO, INPUT, PREDICT, READER, ask, asked, door, error_of
 from doubles.service import MemoryService
 
+from appliance.adapters.tokens import Role, TokenFile
 from models.spec import pack_bytes, unpack_bytes
 
 pytestmark = pytest.mark.unit
@@ -24,7 +28,13 @@ X = np.float32([[1, 2], [3, 4]])
 def test_the_server_says_what_it_speaks() -> None:
     answer = ask("GET", "/v2").json()
     assert answer["name"] == "edge-appliance"
-    assert answer["extensions"] == ["binary_tensor_data", "schedule_policy"]
+    assert answer["extensions"] == [
+        "binary_tensor_data",
+        "schedule_policy",
+        "model_configuration",
+        "statistics",
+        "model_repository",
+    ]
 
 
 def test_a_daemon_is_live_even_while_its_models_are_not_ready() -> None:
@@ -56,10 +66,105 @@ def test_the_repository_index_lists_all_models_or_the_ready_ones() -> None:
     service = MemoryService(unready={"echo": "loading"})
     everything = ask("POST", "/v2/repository/index", service).json()
     assert everything == [
-        {"name": "echo", "version": "1.0", "state": "UNAVAILABLE", "reason": "loading"},
+        {"name": "echo", "version": "1.0", "state": "LOADING", "reason": "loading"},
         {"name": "reader", "version": "1.0", "state": "READY", "reason": ""},
     ]
     assert ask("POST", "/v2/repository/index", service, json={"ready": True}).json() == everything[1:]
+
+
+# The repository
+
+
+def as_operator(service: MemoryService, tmp_path: Path) -> Callable[..., httpx.Response]:
+    """How to ask `service` with a token of role operate."""
+    tokens = TokenFile(tmp_path)
+    headers = {"authorization": f"Bearer {tokens.create('operator', Role.OPERATE)}"}
+    app = door(service, tokens=tokens)
+    return lambda path, **request: asked(app, "POST", f"/v2/repository/models/{path}", headers=headers, **request)
+
+
+def test_a_model_is_unloaded_and_loaded_again_by_an_operator(tmp_path: Path) -> None:
+    service = MemoryService()
+    order = as_operator(service, tmp_path)
+    assert order("echo/unload", json={"parameters": {"unload_dependents": False}}).status_code == 200
+    assert ask("POST", "/v2/repository/index", service).json()[0]["state"] == "UNAVAILABLE"
+    assert order("echo/load").json() == {"fits": True, "need_bytes": 100, "have_bytes": 100, "would_evict": []}
+    assert ask("POST", "/v2/repository/index", service, json={"ready": True}).json()[0]["name"] == "echo"
+
+
+def test_a_load_that_memory_would_not_hold_is_507_with_the_figures(tmp_path: Path) -> None:
+    service = MemoryService()
+    order = as_operator(service, tmp_path)
+    order("echo/unload")
+    service.budget_bytes = 120
+    response = order("echo/load")
+    assert response.status_code == 507
+    document = response.json()
+    assert "echo needs" in document.pop("error")
+    assert document == {"need_bytes": 100, "have_bytes": 20, "would_evict": []}
+
+
+def test_a_dry_run_says_the_same_and_changes_nothing(tmp_path: Path) -> None:
+    service = MemoryService()
+    order = as_operator(service, tmp_path)
+    order("echo/unload")
+    for budget_bytes, fits in ((120, False), (200, True)):
+        service.budget_bytes = budget_bytes
+        response = order("echo/load?dry_run=true")
+        figures = {"need_bytes": 100, "have_bytes": budget_bytes - 100, "would_evict": []}
+        assert (response.status_code, response.json()) == (200, {"fits": fits, **figures})
+    assert ask("POST", "/v2/repository/index", service).json()[0]["state"] == "UNAVAILABLE"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("missing/load", b"", 404),
+        ("missing/unload", b"", 404),
+        ("echo/load", b"{", 400),
+        ("echo/load", b"[]", 400),
+        ("echo/load", b'{"parameters": {"config": "{}"}}', 400),
+        ("echo/load", b'{"parameters": {"file:1/model.onnx": "eA=="}}', 400),
+        ("echo/unload", b'{"parameters": {"unload_dependents": 1}}', 400),
+        ("echo/load?dry_run=perhaps", b"", 400),
+    ],
+)
+def test_an_order_that_cannot_be_followed_is_refused(tmp_path: Path, path: str, body: bytes, status: int) -> None:
+    service = MemoryService()
+    response = as_operator(service, tmp_path)(path, content=body)
+    assert response.status_code == status
+    error_of(response)
+    assert [model["state"] for model in ask("POST", "/v2/repository/index", service).json()] == ["READY", "READY"]
+
+
+# Documents in the form of Triton's
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1.0"])
+def test_a_model_shows_its_configuration(version: str) -> None:
+    config = ask("GET", f"/v2/models/echo{version}/config").json()
+    assert config["input"] == [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 2]}]
+    assert [output["name"] for output in config["output"]] == ["y", "sum"]
+    assert config["max_batch_size"] == 0
+
+
+@pytest.mark.parametrize("path", ["/v2/models/echo/stats", "/v2/models/echo/versions/1.0/stats", "/v2/models/stats"])
+def test_statistics_count_what_was_asked_of_a_model(path: str) -> None:
+    app = door(MemoryService())
+    for _ in range(2):
+        assert asked(app, "POST", ECHO, json={"inputs": [INPUT]}).status_code == 200
+    statistics = asked(app, "GET", path).json()["model_stats"][0]
+    assert (statistics["name"], statistics["version"], statistics["inference_count"]) == ("echo", "1.0", 2)
+    assert statistics["inference_stats"]["compute_infer"] == {"count": 2, "ns": 20_000_000}
+
+
+@pytest.mark.parametrize("what", ["config", "stats"])
+@pytest.mark.parametrize("model", ["missing", "echo/versions/2"])
+def test_configuration_and_statistics_of_what_is_not_served_are_404(model: str, what: str) -> None:
+    assert ask("GET", f"/v2/models/{model}/{what}").status_code == 404
+
+
+# The page, and documents for machines
 
 
 def test_status_page_metrics_and_openapi_are_served() -> None:

@@ -224,6 +224,7 @@ def test_a_camera_that_leaves_in_the_middle_of_its_picture_is_no_fault_of_the_ap
         "raw_path": PREDICT.encode(),
         "query_string": b"",
         "headers": [(b"content-length", b"100")],
+        "client": ("127.0.0.1", 1),
         "root_path": "",
         "scheme": "http",
         "http_version": "1.1",

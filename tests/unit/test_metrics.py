@@ -8,6 +8,7 @@ import pytest
 from doubles.service import MemoryService
 
 from appliance.adapters import metrics
+from appliance.service import Outcome
 from models.errors import (
     ApplianceError,
     BadInput,
@@ -30,15 +31,15 @@ class Scraped:
 
     def __init__(self) -> None:
         self._service = MemoryService()
-        self._registry = metrics.registry_of(self._service)  # type: ignore[arg-type] # its double
+        self.metrics = metrics.Metrics(self._service)  # type: ignore[arg-type] # its double
 
-    def happened(self, seconds: float, error: BaseException | None = None) -> None:
+    def happened(self, seconds: float, error: BaseException | None = None, **timing_ms: float) -> None:
         for observer in self._service.observers:
-            observer("echo", "1.0", seconds, error)
+            observer(Outcome("echo", "1.0", seconds, error, timing_ms))
 
     @property
     def lines(self) -> list[str]:
-        return metrics.text_of(self._registry).decode().splitlines()
+        return self.metrics.text().decode().splitlines()
 
     def value(self, series: str) -> float:
         (line,) = (line for line in self.lines if line.startswith(f"{series} "))
@@ -100,6 +101,34 @@ def test_a_failure_is_counted_under_its_reason_and_takes_no_time(error: BaseExce
     assert counted == {name: float(name == reason) for name in counted}
     assert scraped.value(f"nv_inference_request_success{{{ECHO}}}") == 0
     assert scraped.value(f"appliance_request_seconds_count{{{ECHO}}}") == 0
+
+
+def test_where_the_time_went_is_counted_under_the_names_of_triton() -> None:
+    scraped = Scraped()
+    for _ in range(2):
+        scraped.happened(0.018, queue=5.0, decode=2.0, inference=10.0, processing=1.0, total=18.0)
+    scraped.happened(1.0, ModelError("failed"))
+    assert scraped.value(f"nv_inference_queue_duration_us{{{ECHO}}}") == 10_000
+    assert scraped.value(f"nv_inference_compute_input_duration_us{{{ECHO}}}") == 4_000
+    assert scraped.value(f"nv_inference_compute_infer_duration_us{{{ECHO}}}") == 20_000
+    assert scraped.value(f"nv_inference_compute_output_duration_us{{{ECHO}}}") == 2_000
+    statistics = scraped.metrics.statistics("echo", "1.0")
+    assert (statistics["inference_count"], statistics["execution_count"]) == (2, 2)
+    assert statistics["last_inference"] > 1e12  # milliseconds of this century
+    assert statistics["inference_stats"] == {
+        "success": {"count": 2, "ns": 36_000_000},
+        "fail": {"count": 1, "ns": 1_000_000_000},
+        "queue": {"count": 2, "ns": 10_000_000},
+        "compute_input": {"count": 2, "ns": 4_000_000},
+        "compute_infer": {"count": 2, "ns": 20_000_000},
+        "compute_output": {"count": 2, "ns": 2_000_000},
+        "cache_hit": {"count": 0, "ns": 0},
+        "cache_miss": {"count": 0, "ns": 0},
+    }
+
+
+def test_statistics_of_a_model_that_was_never_asked_are_zeros() -> None:
+    assert Scraped().metrics.statistics("new", "2")["inference_stats"]["success"] == {"count": 0, "ns": 0}
 
 
 def test_faults_restarts_rungs_and_times_to_recover_are_told_by_cause() -> None:

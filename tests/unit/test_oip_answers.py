@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
-from appliance.adapters import oip
+from appliance.adapters import about, oip
 from appliance.service import ModelInfo
 from models.errors import BadInput, ModelError
 from models.spec import Array, ModelSpec, Tensor, TensorSpec
@@ -112,7 +112,7 @@ def test_an_output_without_a_json_form_says_to_ask_for_binary(array: Array, sent
 
 def test_metadata_names_the_versions_the_platform_and_every_tensor() -> None:
     spec = ModelSpec((TensorSpec("x", "FP32", (-1, 3)),), (TensorSpec("y", "BYTES", (-1,)),))
-    assert oip.metadata(ModelInfo("m", "1.2", "onnx_onnxv1", spec, ready=True, reason="")) == {
+    assert about.metadata(ModelInfo("m", "1.2", "onnx_onnxv1", spec, ready=True, reason="")) == {
         "name": "m",
         "versions": ["1.2"],
         "platform": "onnx_onnxv1",
@@ -125,9 +125,9 @@ def test_metadata_names_the_versions_the_platform_and_every_tensor() -> None:
     ("body", "answered"), [(b"", False), (b"{}", False), (b'{"ready":true}', True), (b'{"ready":false}', False)]
 )
 def test_a_repository_index_shows_ready_models_only_when_asked(body: bytes, answered: bool) -> None:
-    assert oip.only_ready(body) is answered
+    assert about.only_ready(body) is answered
 
 
 def test_a_repository_index_request_that_is_no_json_is_refused() -> None:
     with pytest.raises(BadInput, match="the request is not JSON"):
-        oip.only_ready(b"ready")
+        about.only_ready(b"ready")

@@ -16,7 +16,7 @@ from appliance.core.health import State, WorkerHealth
 from appliance.core.limits import Limits
 from appliance.core.pressure import Bounds
 from appliance.memory import Keeper, ModelState, Rules
-from appliance.service import Bundle, InferRequest, Service
+from appliance.service import Bundle, InferRequest, Outcome, Service
 from appliance.supervisor import Answer
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import ApplianceError, BadInput, InsufficientMemory, NotReady, Overloaded
@@ -45,8 +45,10 @@ class Reader:
         if self.fault:
             raise self.fault
         if graph:
-            return Answer(list(tensors), {})
-        return Answer([Tensor("result", "BYTES", (1,), pack_bytes([orjson.dumps({"lines": [LINE]})]))], {})
+            return Answer(list(tensors), {"inference": 1.0})
+        return Answer(
+            [Tensor("result", "BYTES", (1,), pack_bytes([orjson.dumps({"lines": [LINE]})]))], {"inference": 1.0}
+        )
 
 
 def served(fault: BaseException | None = None) -> Service:
@@ -105,18 +107,19 @@ def test_status_says_which_models_take_pictures() -> None:
 )
 def test_an_observer_is_told_what_became_of_a_request(fault: BaseException | None, tensors: list[Tensor]) -> None:
     service = served(fault)
-    told: list[tuple[str, str, float, BaseException | None]] = []
-    service.observers.append(lambda *request: told.append(request))
+    told: list[Outcome] = []
+    service.observers.append(told.append)
     raised: BaseException | None = None
     try:
         asyncio.run(service.infer(InferRequest("shop.rec", tensors)))
     except (ApplianceError, asyncio.CancelledError) as error:
         raised = error
-    ((model, version, seconds, error),) = told
-    assert (model, version) == ("shop.rec", "1.0.0")
-    assert 0 <= seconds < 60
-    assert type(error) is type(raised)
-    assert (error is None) == (fault is None and tensors == [X])
+    (outcome,) = told
+    assert (outcome.model, outcome.version) == ("shop.rec", "1.0.0")
+    assert 0 <= outcome.seconds < 60
+    assert type(outcome.error) is type(raised)
+    assert (outcome.error is None) == (fault is None and tensors == [X])
+    assert bool(outcome.timing_ms) == (outcome.error is None)
 
 
 def test_a_model_that_does_not_fit_is_unavailable_says_why_and_is_no_fault_of_the_daemon() -> None:

@@ -144,10 +144,19 @@ def test_a_variable_that_is_no_json_is_blamed_on_the_environment_not_on_the_file
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "", "example.com", "127.0.0.1.example.com"])  # noqa: S104 - what must be refused
-def test_an_address_off_loopback_is_refused_and_a_proxy_suggested(file: Path, host: str) -> None:
+def test_an_address_off_loopback_is_refused_without_tls_in_one_sentence(file: Path, host: str) -> None:
     sentence = refusal(file, flags={"http": {"host": host}})
-    assert sentence.startswith(f"http.host is {host!r}, but this version serves on loopback only")
-    assert "reverse proxy" in sentence
+    assert sentence.startswith(f"http.host is {host!r}, which others can reach, and there is no TLS: set ")
+    assert sentence.endswith("or listen on loopback, 127.0.0.1")
+    assert load(file, f"[http]\nhost = {host!r}\ntls_certificate = '/a.pem'").http.tls_certificate == Path("/a.pem")
+
+
+def test_client_certificates_without_tls_are_refused(file: Path) -> None:
+    assert "client certificates come over TLS only" in refusal(file, "[http]\nclient_ca = '/ca.pem'")
+
+
+def test_a_role_of_a_certificate_that_does_not_exist_is_refused(file: Path) -> None:
+    assert refusal(file, "[http]\nclient_roles = {camera = 'root'}").startswith("http.client_roles.camera: ")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

@@ -1,0 +1,210 @@
+"""The gate before every HTTP request: who asks, may they, and not too often.
+
+On loopback anybody on this machine may run models and read status, unless that is turned off; everything
+else, and everybody elsewhere, needs a token or a client certificate. Two checks guard against web
+pages that a browser on this machine has open: the header `host` must be one of our names (a page whose
+name was rebound to 127.0.0.1 has another), and a page of another site may change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import structlog
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from appliance.adapters.answers import refusal
+from appliance.adapters.tokens import Role, Token, TokenFile, role_of
+from appliance.core.rates import Rate, Rates
+from appliance.settings import LOOPBACK, Http
+from models.errors import ApplianceError, BadInput, ConfigError, Forbidden, Unauthenticated
+
+log = structlog.get_logger()
+
+READING = frozenset({"GET", "HEAD", "OPTIONS"})
+
+_CHANGES = (
+    (re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/infer"), Role.INFER),
+    (re.compile(r"/v1/models/[^/]+/predict"), Role.INFER),
+    (re.compile(r"/v2/repository/index"), Role.INFER),
+    (re.compile(r"/v2/repository/models/[^/]+/(load|unload)"), Role.OPERATE),
+    (re.compile(r"/v1/(faults|commands)(/.*)?"), Role.ADMIN),
+)
+"""Path -> the role that verbs other than `READING` need there."""
+
+_LOOKED_AT = frozenset({b"host", b"origin", b"authorization"})
+
+_FRESH_S = 1.0
+"""How long a revoked token may still be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever made a request: a token or certificate by its name, or an address."""
+
+    name: str
+    role: Role
+    anonymous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the operator decided."""
+
+    anonymous: bool
+    """Whether callers without a token may run models and read; off loopback never."""
+    hosts: frozenset[str] = frozenset()
+    """Names that the header `host` may have; empty takes any, as TLS vouches for the name there."""
+    sites: frozenset[str] = frozenset()
+    """Names of sites whose pages are our own, besides the one that `host` names: those of a proxy before us."""
+    certificates: Mapping[str, Role] = field(default_factory=dict)
+    """Common name of a client certificate, signed by the operator's authority -> what it may do."""
+
+
+class Gate:
+    """An ASGI application before another; `scope["caller"]` tells the one behind who asks."""
+
+    def __init__(self, app: ASGIApp, rules: Rules, tokens: TokenFile, rates: Rates) -> None:
+        """Let through to `app` what `rules`, `tokens` and `rates` allow."""
+        self._app, self._rules, self._file, self._rates = app, rules, tokens, rates
+        self._tokens: Mapping[str, Token] = {}
+        self._read_at = float("-inf")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a refusal, or hand on; anything but HTTP has no business here."""
+        if scope["type"] != "http":
+            return
+        headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+        try:
+            self._refuse_other_sites(scope["method"], headers)
+            caller = await self._caller(scope, headers)
+            _check(caller, role_needed(scope["method"], scope["path"]))
+            self._rates.enter(caller.name, time.monotonic())
+        except ApplianceError as error:
+            await refusal(error)(scope, receive, send)
+            return
+        scope["caller"] = caller
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._rates.leave(caller.name)
+
+    def _refuse_other_sites(self, method: str, headers: Mapping[bytes, bytes]) -> None:
+        """Raise Forbidden for what another site's page, or a page under a name that is not ours, has a browser ask."""
+        host = headers.get(b"host", b"").decode("latin-1")
+        if self._rules.hosts and host and _name_of(host) not in self._rules.hosts:
+            msg = (
+                f"{host[:100]!r} is no name of this appliance: use {', '.join(sorted(self._rules.hosts))}, "
+                "or add the name to http.hosts"
+            )
+            raise Forbidden(msg)
+        origin = headers.get(b"origin")
+        if origin is not None and method not in READING:
+            site = origin.decode("latin-1").partition("://")[2]
+            if site != host and _name_of(site) not in self._rules.sites:
+                raise Forbidden("a web page of another site asked for this: only this appliance's own page may")
+
+    async def _caller(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+        authorization = headers.get(b"authorization")
+        if authorization is not None:
+            token = _token_in(authorization.decode("latin-1"))
+            found = role_of(token, self._tokens)
+            now = time.monotonic()
+            # A new token opens at once; one that is known is believed for a while without asking the disk.
+            if found is None or now - self._read_at > _FRESH_S:
+                self._tokens = await asyncio.to_thread(self._read)
+                self._read_at = now
+                found = role_of(token, self._tokens)
+            if found is None:
+                raise Unauthenticated("this token is not known here: make one with `appliance token create`")
+            return Caller(*found)
+        name = scope.get("client_certificate")
+        if name is not None:
+            role = self._rules.certificates.get(name)
+            if role is None:
+                msg = f"the certificate of {name[:100]!r} may do nothing here: add the name to http.client_roles"
+                raise Forbidden(msg)
+            return Caller(name, role)
+        if not self._rules.anonymous:
+            raise Unauthenticated(
+                "this needs a token: make one with `appliance token create` and send it as `authorization: Bearer ...`"
+            )
+        return Caller(str((scope.get("client") or ("local",))[0]), Role.INFER, anonymous=True)
+
+    def _read(self) -> Mapping[str, Token]:
+        try:
+            return self._file.read()
+        except ConfigError as error:  # nobody is let in by a file that cannot be understood
+            log.warning("tokens_unreadable", reason=str(error))
+            return {}
+
+
+def gate_before(app: ASGIApp, told: Http, tokens: TokenFile) -> Gate:
+    """The gate that the settings describe; raises ConfigError when nobody could pass it."""
+    if not told.on_loopback and not tokens.read() and not told.client_roles:
+        msg = (
+            f"http.host is {told.host!r}, which others can reach, and nobody could be let in: make a token with "
+            "`appliance token create`, or set http.client_ca and http.client_roles"
+        )
+        raise ConfigError(msg)
+    names = frozenset(name.lower() for name in told.hosts)
+    rules = Rules(
+        anonymous=told.on_loopback and told.anonymous,
+        hosts=LOOPBACK | names if told.on_loopback else frozenset(),
+        sites=names,
+        certificates={name: Role.of(role) for name, role in told.client_roles.items()},
+    )
+    rates = Rates(
+        client=Rate(told.client_requests_per_s, told.client_concurrency),
+        everyone=Rate(told.requests_per_s, told.concurrency),
+    )
+    return Gate(app, rules, tokens, rates)
+
+
+def role_needed(method: str, path: str) -> Role:
+    """What a caller must be for `method` on `path`."""
+    return Role.INFER if method in READING else decided(path) or Role.INFER
+
+
+def decided(path: str) -> Role | None:
+    """The role that changing something at `path` needs; None when nobody has decided it, as where nothing is."""
+    return next((role for pattern, role in _CHANGES if pattern.fullmatch(path)), None)
+
+
+def _check(caller: Caller, needed: Role) -> None:
+    if caller.role >= needed:
+        return
+    if caller.anonymous:
+        msg = (
+            f"this needs a token of role {needed.label}: make one with `appliance token create --role {needed.label}` "
+            "and send it as `authorization: Bearer ...`"
+        )
+        raise Unauthenticated(msg)
+    msg = f"{caller.name!r} has role {caller.role.label}, and this needs {needed.label}"
+    raise Forbidden(msg)
+
+
+def _token_in(authorization: str) -> str:
+    """The token of a header; browsers and stock clients send it as the password of any user."""
+    scheme, _space, value = authorization.strip().partition(" ")
+    if scheme.lower() == "bearer":
+        return value.strip()
+    if scheme.lower() == "basic":
+        try:
+            return base64.b64decode(value.strip(), validate=True).decode("latin-1").partition(":")[2]
+        except (binascii.Error, ValueError) as error:
+            raise BadInput("the header `authorization` is no Basic one: check what the client sends") from error
+    raise Unauthenticated("the header `authorization` holds no token: send `Bearer ...`, or Basic with it as password")
+
+
+def _name_of(host: str) -> str:
+    """The name in HOST or HOST:PORT, in small letters and without the brackets of an IPv6 address."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0].lower()
+    return host.partition(":")[0].lower().rstrip(".")

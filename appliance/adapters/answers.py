@@ -1,0 +1,124 @@
+"""Answers of the HTTP door that are the same on every path: JSON, and errors in one form.
+
+Every error of every path is `{"error": "one sentence"}`; the classes of `models.errors` decide the status.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from models.errors import (
+    ApplianceError,
+    BadInput,
+    DeadlineExceeded,
+    Forbidden,
+    InsufficientMemory,
+    NotFound,
+    Overloaded,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+)
+
+STATUS: Mapping[type[ApplianceError], int] = {
+    BadInput: 400,
+    Unauthenticated: 401,
+    Forbidden: 403,
+    NotFound: 404,
+    TooLarge: 413,
+    Overloaded: 429,
+    DeadlineExceeded: 504,
+    InsufficientMemory: 507,
+    Unavailable: 503,
+}
+"""Most derived class first; every other error is the appliance's own: 500."""
+
+_LONGEST_ERROR = 1000
+_LONGEST_QUOTE = 100
+"""Characters."""
+
+_QUERY = {
+    "deadline_ms": "a number of milliseconds above 0",
+    "priority": "a whole number from 1 (most urgent) to 10",
+    "source": "a name of 100 characters or fewer",
+    "dry_run": "true or false",
+}
+"""What the query of a request may say."""
+
+_CHALLENGE = 'Bearer realm="appliance", Basic realm="appliance", charset="UTF-8"'
+"""A browser answers to the second: whoever opens the status page is asked for a token."""
+
+
+class Json(JSONResponse):
+    """JSON by orjson."""
+
+    def render(self, content: Any) -> bytes:  # noqa: ANN401 - the base class's signature
+        """Bytes of `content`."""
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def refusal(error: Exception) -> Json:
+    """The answer to one of our errors."""
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 500)
+    headers = {}
+    if isinstance(error, Unavailable):
+        headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = _CHALLENGE
+    figures = {}
+    if isinstance(error, InsufficientMemory):
+        figures = {
+            "need_bytes": error.need_bytes,
+            "have_bytes": error.have_bytes,
+            "would_evict": list(error.would_evict),
+        }
+    sentence = str(error)
+    # It may quote names that a caller sent, which may be as long as a body.
+    shortened = sentence if len(sentence) <= _LONGEST_ERROR else f"{sentence[:_LONGEST_ERROR]} ..."
+    return Json({"error": shortened, **figures}, status, headers)
+
+
+def add_errors(app: FastAPI) -> None:
+    """Have `app` answer every exception in our form."""
+
+    async def ours(_request: Request, error: Exception) -> Response:
+        return refusal(error)
+
+    async def routing(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class
+        sentence = error.detail
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            sentence = "there is nothing at this path: /openapi.json lists every path"
+        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            allowed = (error.headers or {}).get("Allow", "another verb")
+            sentence = f"this path does not take {request.method[:20]}: use {allowed}"
+        return Json({"error": sentence}, error.status_code, error.headers)
+
+    async def validation(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for that class
+        first = error.errors()[0]
+        name = str(first["loc"][-1])
+        rule = f"it must be {_QUERY[name]}" if name in _QUERY else first["msg"]
+        return Json({"error": f"`{name}` is {str(first['input'])[:_LONGEST_QUOTE]!r}: {rule}"}, 400)
+
+    async def gone(_request: Request, _error: Exception) -> Response:
+        return Json({"error": "the client left before it was answered"}, 400)
+
+    async def fault(_request: Request, error: Exception) -> Response:
+        return Json({"error": f"a fault of the appliance, see its log: {type(error).__name__}"}, 500)
+
+    app.add_exception_handler(Exception, fault)  # the server logs it with its stack
+    app.add_exception_handler(ApplianceError, ours)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(HTTPException, routing)
+    app.add_exception_handler(RequestValidationError, validation)

@@ -1,0 +1,89 @@
+"""`appliance token`: who may ask the daemon for what.
+
+Works on the state folder, not over HTTP, so that a first token can be made before anybody is let in.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from appliance import console
+from models.errors import ApplianceError
+
+if TYPE_CHECKING:
+    from appliance.adapters.tokens import TokenFile
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Make, list and revoke the tokens that the HTTP door asks for.",
+    epilog="Example: appliance token create gate-camera --role infer",
+)
+
+StateDir = Annotated[
+    Path | None,
+    typer.Option(help="state folder of the daemon (default: as in its settings)", metavar="DIR", show_default=False),
+]
+Config = Annotated[Path | None, typer.Option(help="settings of the daemon", metavar="FILE", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+
+
+@app.command(epilog="Example: appliance token create gate-camera --role infer")
+def create(
+    name: Annotated[str, typer.Argument(help="name that logs and `token list` show")],
+    role: Annotated[str, typer.Option(help="infer (run models, read), operate (also load, unload) or admin (all)")],
+    state_dir: StateDir = None,
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a token and print it. It is shown this once; the file keeps only what recognises it."""
+    from appliance.adapters.tokens import Role  # noqa: PLC0415 - numpy behind it would slow every other command
+
+    try:
+        token = _file(state_dir, config).create(name, Role.of(role))
+    except ApplianceError as error:
+        console.fail(str(error))
+    print(json.dumps({"name": name, "role": role, "token": token}) if as_json else token)
+
+
+@app.command("list", epilog="Example: appliance token list --json")
+def list_tokens(state_dir: StateDir = None, config: Config = None, as_json: AsJson = False) -> None:
+    """Show names, roles and ages of the tokens; what opens with them is kept nowhere."""
+    try:
+        tokens = _file(state_dir, config).read()
+    except ApplianceError as error:
+        console.fail(str(error))
+    if as_json:
+        rows = [{"name": name, "role": token.role, "made_at": token.made_at} for name, token in sorted(tokens.items())]
+        print(json.dumps(rows))
+        return
+    table = Table("name", "role", "made", box=None)
+    for name, token in sorted(tokens.items()):
+        table.add_row(name, token.role, time.strftime("%Y-%m-%d %H:%M", time.localtime(token.made_at)))
+    console.plain().print(table if tokens else "no tokens: make one with `appliance token create NAME --role ROLE`")
+
+
+@app.command(epilog="Example: appliance token revoke gate-camera")
+def revoke(
+    name: Annotated[str, typer.Argument(help="name of the token")],
+    state_dir: StateDir = None,
+    config: Config = None,
+) -> None:
+    """Let a token open nothing any more, within a second."""
+    try:
+        _file(state_dir, config).revoke(name)
+    except ApplianceError as error:
+        console.fail(str(error))
+
+
+def _file(state_dir: Path | None, config: Path | None) -> TokenFile:
+    from appliance import settings  # noqa: PLC0415 - only here a client needs the daemon's settings
+    from appliance.adapters.tokens import TokenFile  # noqa: PLC0415
+
+    flags = {} if state_dir is None else {"state_dir": state_dir}
+    return TokenFile(settings.load(profile="cpu", config=config, flags=flags).state_dir)
