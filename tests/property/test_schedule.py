@@ -394,3 +394,11 @@ def test_idle_threads_get_their_own_work_before_requests_travel_together() -> No
     while (batch := schedule.next(0.0)) is not None:
         sizes.append(len(batch.tickets))
     assert sizes == [3, 3]
+
+
+def test_the_schedule_of_the_next_worker_knows_what_the_one_before_has_learned() -> None:
+    before = simple()
+    after: Schedule[int] = Schedule(Limits(concurrency=1))
+    after.inherit(before)
+    after.admit(Ticket(1, 0, 0.0))
+    assert after.predicted_wait_s() == pytest.approx(1.0)
