@@ -282,7 +282,8 @@ class Service:
     @property
     def failed(self) -> str:
         """Why the daemon should be started anew; empty while it does its work."""
-        return failed(self._healths, time.monotonic())
+        awake = (bundle.supervisor.health for bundle in self._bundles if self._keeper.awake(bundle.name))
+        return failed(awake, time.monotonic())
 
     def models(self) -> list[ModelInfo]:
         """Every model by name."""

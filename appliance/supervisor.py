@@ -101,6 +101,8 @@ class Supervisor:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = NEVER
         self._gone = asyncio.Event()
+        self._on_change: Callable[[], None] = lambda: None
+        self._on_measured: Callable[[], None] = lambda: None
         self._unmeasured: set[int] = set()
         """Runs that take nobody knows how much."""
         self._quiet = asyncio.Event()
@@ -371,7 +373,8 @@ class Supervisor:
         elif isinstance(message, wire.Ready):
             self._became_ready(life, message)
         elif isinstance(message, wire.Failed):
-            life.fault, life.reason = classify(error_from_name(message.error, message.message)), message.message
+            error = error_from_name(message.error, message.message)
+            life.fault, life.reason = classify(error, asked=False), message.message
 
     def _measured(self, message: wire.Unmeasured | wire.Measured) -> None:
         if isinstance(message, wire.Unmeasured):
@@ -436,11 +439,10 @@ class Supervisor:
 
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)
-        fault, now = classify(error), time.monotonic()
+        fault, now = classify(error, asked=message.id != self._proof), time.monotonic()
         _refuse(self._watch.leave(message.id, now).ticket, error)
         self._unmeasured.discard(message.id)
         if message.id == self._proof:
-            fault = Fault.MODEL_ERROR if fault is Fault.BAD_INPUT else fault
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
         elif fault is not Fault.BAD_INPUT:
             log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)

@@ -58,14 +58,14 @@ _BY_WORDS: Mapping[Fault, re.Pattern[str]] = {
 }
 
 
-def classify(error: ApplianceError) -> Fault:
-    """Which fault an error that a worker reports is."""
-    if isinstance(error, CallerError | InsufficientMemory):  # the latter is a refusal: nothing was tried
+def classify(error: ApplianceError, *, asked: bool = True) -> Fault:
+    """Which fault an error of a worker is; where no caller has `asked`, the model is to blame for its input."""
+    if isinstance(error, CallerError | InsufficientMemory) and asked:  # the latter is a refusal: nothing was tried
         return Fault.BAD_INPUT
-    known = _BY_CODE.get(cuda_code(str(error)) or 0)
+    known = Fault.OUT_OF_MEMORY if isinstance(error, InsufficientMemory) else _BY_CODE.get(cuda_code(str(error)) or 0)
     if known is None:
         known = next((fault for fault, words in _BY_WORDS.items() if words.search(str(error))), None)
-    return known or (Fault.PLAN_REFUSED if isinstance(error, BundleError) else Fault.MODEL_ERROR)
+    return known or (Fault.PLAN_REFUSED if isinstance(error, BundleError | CallerError) else Fault.MODEL_ERROR)
 
 
 def cuda_code(message: str) -> int | None:

@@ -262,11 +262,14 @@ def test_null_takes_the_time_it_was_told_and_no_impossible_one() -> None:
             runtime.open(graph, threads=1)
 
 
-def test_memory_that_runs_have_left_allocated_can_be_given_back_between_runs(case: Case) -> None:
-    runtime = choose(case.name, run_limit_bytes=2**30)
-    session = runtime.open(case.identity, threads=1)
+@pytest.mark.parametrize("run_limit_bytes", [0, 2**30])
+def test_memory_that_runs_have_left_allocated_can_be_given_back_between_runs(
+    runtime: Runtime, case: Case, run_limit_bytes: int
+) -> None:
+    limited = choose(case.name, run_limit_bytes=run_limit_bytes) if case.name != "tensorrt" else runtime
+    session = limited.open(case.identity, threads=1)
     for _ in range(2):
         assert session.run({"x": matrix(500, 70)})["y"].tolist() == matrix(500, 70).tolist()
-        runtime.release()
+        limited.release()
     session.close()
-    runtime.release()
+    limited.release()

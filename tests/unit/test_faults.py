@@ -35,6 +35,10 @@ def test_an_error_is_classified(error: ApplianceError, fault: Fault) -> None:
     assert classify(error) is fault
 
 
+def test_what_is_wrong_with_an_input_that_no_caller_sent_is_the_fault_of_the_model() -> None:
+    assert classify(TooLarge("names of these tensors take too many bytes"), asked=False) is Fault.PLAN_REFUSED
+
+
 @pytest.mark.parametrize(
     ("message", "code"),
     [

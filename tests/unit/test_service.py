@@ -14,10 +14,12 @@ import pytest
 from appliance import wire
 from appliance.core.health import State, WorkerHealth
 from appliance.core.limits import Limits
+from appliance.core.pressure import Bounds
+from appliance.memory import Keeper, ModelState, Rules
 from appliance.service import Bundle, InferRequest, Service
 from appliance.supervisor import Answer
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
-from models.errors import ApplianceError, BadInput, Overloaded
+from models.errors import ApplianceError, BadInput, InsufficientMemory, NotReady, Overloaded
 from models.spec import ModelSpec, Tensor, TensorSpec, pack_bytes
 
 pytestmark = pytest.mark.unit
@@ -115,3 +117,32 @@ def test_an_observer_is_told_what_became_of_a_request(fault: BaseException | Non
     assert 0 <= seconds < 60
     assert type(error) is type(raised)
     assert (error is None) == (fault is None and tensors == [X])
+
+
+def test_a_model_that_does_not_fit_is_unavailable_says_why_and_is_no_fault_of_the_daemon() -> None:
+    bundle = Bundle([wire.Open("bare", "null")], Limits(), manifest=None, on_ready=lambda _ready: None)
+    keeper = Keeper([bundle], Rules(total_bytes=1000, bounds=Bounds(low_bytes=0, calm_bytes=0)))
+    service = Service([bundle], device_id="d", facts=dict, keeper=keeper)
+
+    async def scenario() -> None:
+        settled = asyncio.Event()
+        service.listeners.append(lambda: settled.set() if service.settled else None)
+        service.start()
+        await asyncio.wait_for(settled.wait(), 10)
+        (model,) = service.repository()
+        assert model.state is ModelState.UNAVAILABLE
+        assert "bare needs" in model.reason
+        assert service.ready  # its next request tries again
+        assert service.failed == ""
+        admission = await service.load("bare", dry_run=True)
+        assert (admission.fits, admission.have_bytes, admission.would_evict) == (False, 1000, ())
+        for attempt in (service.load("bare"), service.infer(InferRequest("bare", [X]))):
+            with pytest.raises(InsufficientMemory, match="bare needs"):
+                await attempt
+        await service.unload("bare")
+        with pytest.raises(NotReady, match="unloaded by request"):
+            await service.infer(InferRequest("bare", [X]))
+        assert service.model("bare").wanted is False
+        await service.stop(1)
+
+    asyncio.run(scenario())
