@@ -31,7 +31,7 @@ format: .venv/.dev
 bench: .venv/.dev
 	$(BIN)/python tests/bench.py
 
-# Takes 20 minutes; wants a machine that does nothing else.
+# Takes 16 minutes; wants a machine that does nothing else.
 elasticity: .venv/.dev
 	$(BIN)/python tests/load/elasticity.py
 
