@@ -87,7 +87,7 @@ class Supervisor:
         self._start_life = start_life
         self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
         self._patience = Patience(limits.calm_s, limits.quarantine_s)
-        self.health = WorkerHealth(patience=self._patience)
+        self.health = WorkerHealth(since=NEVER, patience=self._patience)  # nothing is late before the start
         self._schedule: Schedule[Work] = Schedule(limits)
         self._pumping = False
         self._ids = itertools.count(1)
