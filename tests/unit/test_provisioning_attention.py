@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, load_model_from_string
-from support import spelled
-from support import checkpoint
+from support import checkpoint, spelled
 from support.spelled import HEADS, SIZE, SPELLINGS, Spelling
 
 from models.errors import ConfigError
