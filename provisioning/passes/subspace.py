@@ -3,8 +3,8 @@
 Scores depend on Wq_h and Wk_h only through their product. To second order, a change of the scores of a time step costs
 the variance of that change under the attention paid there (the divergence between both attentions). On average that is
 the square of M_h = Sq [Wq_h; bq_h] Wk_h^T Sk, with Sq^2 = E[(x,1)^T (x,1)] and Sk^2 the covariance of x under the
-attention, averaged over heads and time steps. By Eckart and Young its best approximation of rank D, for all heads of a
-group at once, projects on V, the first D right singular vectors of the M_h below each other:
+attention, averaged over heads and time steps. By Eckart and Young its best approximation of rank D, for all heads of
+the group at once, projects on V, the first D right singular vectors of the M_h below each other:
 
     Wk_G = Sk^-1 V,  bk_G = -mean(x) Wk_G,  [Wq'_h; bq'_h] = Sq^-1 M_h V = [Wq_h; bq_h] Wk_h^T Sk V
 
