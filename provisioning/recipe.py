@@ -171,17 +171,7 @@ def _check(recipe: Recipe, path: Path) -> None:
         msg = f"recipe {path}: graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
         raise ConfigError(msg)
     for name, graph in recipe.graphs.items():
-        for what, values, known in (
-            ("role", (graph.role,), tuple(ROLES)),
-            ("passes", graph.passes, PASSES),
-            ("precisions", graph.precisions, PRECISIONS),
-            ("int8.method", (graph.int8.method,), METHODS),
-            ("samples.kind", (graph.samples.kind,) if graph.samples else (), SAMPLES),
-        ):
-            unknown = [value for value in values if value not in known]
-            if unknown:
-                msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
-                raise ConfigError(msg)
+        _check_words(name, graph, path)
         if graph.passes[:1] != ("normalise",) or not graph.precisions:
             msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
             raise ConfigError(msg)
@@ -200,6 +190,20 @@ def _check(recipe: Recipe, path: Path) -> None:
         _check_samples(name, graph, path)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
+            raise ConfigError(msg)
+
+
+def _check_words(name: str, graph: GraphRecipe, path: Path) -> None:
+    for what, values, known in (
+        ("role", (graph.role,), tuple(ROLES)),
+        ("passes", graph.passes, PASSES),
+        ("precisions", graph.precisions, PRECISIONS),
+        ("int8.method", (graph.int8.method,), METHODS),
+        ("samples.kind", (graph.samples.kind,) if graph.samples else (), SAMPLES),
+    ):
+        unknown = [value for value in values if value not in known]
+        if unknown:
+            msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
             raise ConfigError(msg)
 
 
