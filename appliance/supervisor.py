@@ -209,6 +209,7 @@ class Supervisor:
             size_bytes=sum(memoryview(tensor.data).nbytes for tensor in tensors),
         )
         replaced = self._schedule.admit(ticket)
+        self._quiet.clear()
         if replaced is not None:
             _refuse(replaced, Overloaded(f"a newer frame of source {source!r} took this one's place"))
         self._pump_soon()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
@@ -174,6 +175,43 @@ def _write_bundle(
         provenance=Provenance("0" * 64, {}, {}, (), ()),
     )
     write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
+
+
+def scale_model(path: Path, scale: float) -> Path:
+    """`y` is `x` times `scale`, FP32 [any, any]."""
+    return _save(
+        path,
+        [helper.make_node("Mul", ["x", "scale"], ["y"])],
+        [_value("x", TensorProto.FLOAT, ["N", "M"])],
+        [_value("y", TensorProto.FLOAT, ["N", "M"])],
+        [numpy_helper.from_array(np.float32([scale]), "scale")],
+    )
+
+
+def scale_bundle(
+    path: Path, scale: float, graphs: Sequence[str] = ("g",), *, null: bool = False, proven: bool = True, **sizes: float
+) -> Path:
+    """A bundle `scale` in version `scale`.0.0 (the number): `y` of each of its graphs is `x` times that number.
+
+    Of the null runtime with `null`, whose keys `sizes` are; its golden vector is wrong unless `proven`.
+    """
+    spec = ModelSpec((TensorSpec("x", "FP32", (-1, -1)),), (TensorSpec("y", "FP32", (-1, -1)),))
+    graph = json.dumps({"scale": scale, **sizes}).encode()
+    if not null:
+        graph = scale_model(path.with_suffix(".onnx"), scale).read_bytes()
+    x = np.ones((2, 3), np.float32)
+    inputs, outputs = pack_arrays({"x": x}), pack_arrays({"y": x * np.float32(scale if proven else scale + 1)})
+    golden = Golden(Blob.of(inputs), Blob.of(outputs), tolerance=1e-6)
+    manifest = Manifest(
+        name="scale",
+        version=f"{scale:g}.0.0",
+        licence="Apache-2.0",
+        task=TaskSpec("tensors"),
+        graphs={name: Graph(spec, {"fp32": Variant(Blob.of(graph), golden)}) for name in graphs},
+        provenance=Provenance("0" * 64, {}, {}, (), ()),
+    )
+    write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
+    return path
 
 
 def _value(name: str, kind: int, shape: list[int | str]) -> onnx.ValueInfoProto:
