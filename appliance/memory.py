@@ -575,7 +575,13 @@ class Keeper:
                 lease_bytes = old.lease.size_bytes if old.lease else 0
                 if not lease_bytes or not self._admission(new, lease_bytes).fits:
                     raise
-                log.warning("swap_leaves_a_gap", model=new.tenant.name, reason=str(error))
+                log.warning(
+                    "swap_leaves_a_gap",
+                    model=new.tenant.name,
+                    why="memory does not hold both versions at once",
+                    need_bytes=error.need_bytes,
+                    have_bytes=error.have_bytes,
+                )
                 gap_at = time.monotonic()
                 await self._leave(old, "its next version takes its place")
                 await self._bring_instead(new, old, may_evict=may_evict)
