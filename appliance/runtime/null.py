@@ -44,7 +44,7 @@ class NullRuntime:
 
 
 class NullSession:
-    """`y` is `x` times `scale`, after `delay_s` seconds, during which `run_bytes` are held; `leak_bytes` are never freed."""
+    """`y` is `x` times `scale` after `delay_s`, during which `run_bytes` are held; `leak_bytes` are never freed."""
 
     spec = ModelSpec(
         inputs=(TensorSpec("x", "FP32", (-1, -1), "NC"),), outputs=(TensorSpec("y", "FP32", (-1, -1), "NC"),)
