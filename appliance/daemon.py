@@ -97,7 +97,14 @@ async def _run(config: settings.Settings) -> int:
         faults = Faults(switches) if config.faults.enabled else None
         memory = MachineMemory(config, _limits(config), store)
         bundles = _bundles(config, store, memory)
-        service = Service(bundles, device_id=device_id, facts=facts, faults=faults, keeper=memory.keeper(bundles))
+        service = Service(
+            bundles,
+            device_id=device_id,
+            facts=facts,
+            faults=faults,
+            keeper=memory.keeper(bundles),
+            reread=partial(_reread, config=config, store=store, memory=memory),
+        )
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
@@ -243,7 +250,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         raise BundleError(msg)
     measured = (store.measurements(digest), folder.measurements("cpu"))
     known = Measurements(here, known_on(here, *measured), memory_on(here, *measured))
-    notebook = memory.notebooks[manifest.name] = Notebook(store, digest, known)
+    notebook = memory.notebooks[digest] = Notebook(store, digest, known)
     order = wire.Open(
         name=manifest.name,
         runtime=config.runtime,
@@ -266,7 +273,19 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
             max(variant.graph.size_bytes for variant in graph.variants.values()) for graph in manifest.graphs.values()
         ),
         start_life=memory.start_life,
+        folder=path,
     )
+
+
+def _reread(bundle: Bundle, config: settings.Settings, store: Store, memory: MachineMemory) -> Bundle | None:
+    """What the folder of `bundle` holds now; None where that is what it serves. Raises BundleError."""
+    if bundle.folder is None or BundleFolder(bundle.folder).manifest.digest == bundle.digest:
+        return None
+    found = _open_bundle(bundle.folder, config, _limits(config), store, memory)
+    if found.name != bundle.name:
+        msg = f"{bundle.folder} holds {found.name!r} now: put {bundle.name!r} there, or start the daemon anew"
+        raise BundleError(msg)
+    return found
 
 
 def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:

@@ -34,6 +34,7 @@ class StartLife(Protocol):
         *,
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
+        gentle: bool = False,
     ) -> Life:
         """See `Life`."""
 
@@ -48,11 +49,12 @@ class Life:
         *,
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
+        gentle: bool = False,
     ) -> None:
         """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done.
 
         It loads the libraries of `runtime` while it waits to be told its model. `on_data` and `on_end` are those of
-        its `Link`, and may be changed.
+        its `Link`, and may be changed. A `gentle` one loads its libraries on a thread of low priority.
         """
         self.on_data, self.on_end = on_data, on_end
         with contextlib.ExitStack() as undo:
@@ -65,7 +67,8 @@ class Life:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                    [sys.executable, "-I", "-m", "appliance.worker", runtime, str(theirs.fileno())],
+                    [sys.executable, "-I", "-m", "appliance.worker", runtime, str(theirs.fileno())]
+                    + ["gentle"] * gentle,
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

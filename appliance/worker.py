@@ -1,6 +1,6 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker RUNTIME FD`, FD being its end of the socket pair. The first message
+Started as `python -m appliance.worker RUNTIME FD [gentle]`, FD being its end of the socket pair. The first message
 opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
 small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
@@ -29,7 +30,11 @@ from models.spec import Tensor
 if TYPE_CHECKING:
     from appliance.model import Model
 
+T = TypeVar("T")
+
 _ANSWER_WAIT_S = 10.0
+_GENTLE_NICE = 10
+"""A tenth of the share of those who serve where the processors are busy; less would make a load look like a hang."""
 _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _TOGETHER_S = 0.001
@@ -58,20 +63,20 @@ class Worker:
         self._wanted: set[int] = set()
         self._meter = Meter()
 
-    def serve(self, runtime: str) -> int:
-        """Open the model and answer until told to stop; the exit status of the process."""
+    def serve(self, runtime: str, *, gentle: bool = False) -> int:
+        """Open the model and answer until told to stop; the exit status of the process.
+
+        With `gentle` its libraries are loaded on a thread of low priority.
+        """
         with contextlib.suppress(Exception):  # it will happen again, where it can be told
-            _load_libraries(runtime)
+            _called(lambda: _load_libraries(runtime), gentle=gentle)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
         if not isinstance(order, wire.Open):
             raise TypeError(order)
         try:
-            # Imported here, so that a library that cannot be loaded is told to the daemon like any other fault.
-            from appliance.model import Model  # noqa: PLC0415
-
-            self._model: Model = Model(order)
+            self._model: Model = _called(lambda: _open(order), gentle=order.gentle)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
             self._send([(self._model.describe(), ())])
@@ -273,6 +278,28 @@ def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
     return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
 
 
+def _called(call: Callable[[], T], *, gentle: bool) -> T:
+    """What `call` returns; when `gentle`, called on a thread of low priority.
+
+    On Linux a priority belongs to a thread and to those that it starts, and only root may raise one again: so this
+    thread, which starts those that will serve, keeps its own.
+    """
+    if not gentle:
+        return call()
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(_GENTLE_NICE,)) as pool:
+        return pool.submit(call).result()
+
+
+def _open(order: wire.Open) -> Model:
+    # Imported here, so that a library that cannot be loaded is told to the daemon like any other fault.
+    from appliance.model import Model  # noqa: PLC0415
+
+    model = Model(order)
+    if order.gentle:
+        model.prove(lambda: None)
+    return model
+
+
 def _load_libraries(runtime: str) -> None:
     """Import what opening a model will need, while nobody waits for it."""
     import appliance.model  # noqa: F401, PLC0415 - see `serve`
@@ -293,7 +320,7 @@ def main() -> None:
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve(sys.argv[1])
+        status = worker.serve(sys.argv[1], gentle="gentle" in sys.argv[3:])
     except Exception as error:
         worker.give_up(error)
     else:

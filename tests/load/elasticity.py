@@ -74,7 +74,7 @@ class Bench:
         lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         where = urlsplit(daemon.url)
         self._address = (where.hostname or "", where.port or 0)
-        head = f"POST {path} HTTP/1.1\r\nHost: bench\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: {where.netloc}\r\n{lines}Content-Length: {len(body)}\r\n\r\n"
         self._request = head.encode() + body
         self._servers, self._samples = servers, samples
         self._random = np.random.default_rng(2)
