@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ class Http1(HttpToolsProtocol):
     A head (request line and headers) that does not end is given up, not kept in memory, and so is a
     client that owes a request, or the rest of one, and says nothing for `silence_s`. A body is cut off when
     what frames it (sizes of chunks, their extensions, trailers) outgrows its limit, and so is the rest of one
-    that was refused. `scope["client_certificate"]` is the common name of a certificate that TLS has verified.
+    that was refused. `scope["client_certificate"]` is the common name of a certificate that TLS has verified, and
+    `scope["connection"]` is this object, for `when_gone`.
     """
 
     _in_head = False
@@ -56,6 +58,8 @@ class Http1(HttpToolsProtocol):
     _unread_bytes = 0
     """Of a body that nobody reads, because it was answered already."""
     _certificate: str | None = None
+    _gone = False
+    _when_gone: Callable[[], None] | None = None
 
     def __init__(self, *uvicorns: Any, silence_s: float, **uvicorns_too: Any) -> None:  # noqa: ANN401 - handed on
         """Made by uvicorn, which is given this class with `silence_s` filled in."""
@@ -73,11 +77,24 @@ class Http1(HttpToolsProtocol):
         if self._silence:
             self._silence.cancel()
         super().connection_lost(exc)
+        self._gone = True
+        if self._when_gone:
+            self._when_gone()
+
+    def when_gone(self, call: Callable[[], None] | None) -> None:
+        """Have `call` called when the client has gone, at once if it has; None for nothing.
+
+        It costs next to nothing, where waiting for the message of ASGI takes two tasks a request.
+        """
+        self._when_gone = call
+        if call and self._gone:
+            call()
 
     def on_message_begin(self) -> None:
         """Called by the parser at the first byte of a request."""
         super().on_message_begin()
         self._in_head, self._head_bytes, self._owes = True, 0, True
+        self.scope["connection"] = self  # type: ignore[typeddict-unknown-key] # of our own
         if self._certificate is not None:
             self.scope["client_certificate"] = self._certificate  # type: ignore[typeddict-unknown-key] # of our own
 

@@ -23,6 +23,8 @@ HEADER = "inference-header-content-length"
 _SCALARS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """Kind of a numpy dtype -> types of JSON values that it takes."""
 MOST_URGENT, LEAST_URGENT = 1, 10
+_LENGTH_DIGITS = 12
+"""Of a terabyte: nothing has more."""
 
 _NOT_OFFERED = {
     "shared_memory_region": "memory shared with clients is not offered: send the tensor in the request",
@@ -46,12 +48,16 @@ class Request:
     priority: int | None = None
     timeout_us: int | None = None
 
+    def wants_binary(self, output: str) -> bool:
+        """Whether that output is to be sent in binary."""
+        return self.binary.get(output, self.binary_default) if self.binary else self.binary_default
+
 
 def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
     """Read a request body. `spec` is needed only for raw bodies. Raises BadInput."""
     if header_length is None:
         return _parse(json_object(body), memoryview(b""))
-    if not header_length.isascii() or not header_length.isdigit() or len(header_length) > 12:  # noqa: PLR2004 - 1 TB
+    if not header_length.isascii() or not header_length.isdigit() or len(header_length) > _LENGTH_DIGITS:
         msg = f"{HEADER} is {header_length[:40]!r}: it must be the number of bytes of the JSON part"
         raise BadInput(msg)
     length = int(header_length)
@@ -63,8 +69,17 @@ def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
     return _parse(json_object(body[:length]), memoryview(body)[length:])
 
 
-def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, int | None]:
-    """A response body, and the length of its JSON part when binary tensors follow (else None).
+def json_bytes(body: bytes, header_length: str | None) -> int:
+    """How many bytes of `body` are JSON to be read, at most."""
+    if header_length and header_length.isascii() and header_length.isdigit():
+        return min(len(body), int(header_length[:_LENGTH_DIGITS]))
+    return len(body)
+
+
+def render(
+    request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> tuple[Sequence[Payload], int | None]:
+    """A response body in parts, and the length of its JSON part when binary tensors follow (else None).
 
     Raises BadInput for outputs that JSON cannot carry by type, ModelError for values it cannot carry.
     """
@@ -72,7 +87,7 @@ def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor])
     tail: list[Payload] = []
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        if (request.binary or {}).get(tensor.name, request.binary_default):
+        if request.wants_binary(tensor.name):
             output["parameters"] = {"binary_data_size": memoryview(tensor.data).nbytes}
             tail.append(tensor.data)
         else:
@@ -81,7 +96,7 @@ def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor])
     if request.id is not None:
         head = {**head, "id": request.id}
     content = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return (b"".join((content, *tail)), len(content)) if tail else (content, None)
+    return ([content, *tail], len(content)) if tail else ([content], None)
 
 
 def json_object(content: bytes) -> dict[str, Any]:
