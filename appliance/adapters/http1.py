@@ -52,7 +52,9 @@ class Http1(HttpToolsProtocol):
     _head_bytes = 0
     _owes = True
     """Whether the client is expected to send something: a first request, or the rest of one."""
+    _heard_at = 0.0
     _silence: asyncio.TimerHandle | None = None
+    """Set while the client owes something; it looks at `_heard_at` when it goes off, and is not set for every byte."""
     _framing_bytes = 0
     """Of the present request: its head, and all around its body."""
     _unread_bytes = 0
@@ -139,15 +141,19 @@ class Http1(HttpToolsProtocol):
 
     def _listen(self) -> None:
         """Wait for the next bytes, but not for ever."""
-        if self._silence:
-            self._silence.cancel()
-        self._silence = self.loop.call_later(self._silence_s, self._give_up) if self._owes else None
+        self._heard_at = self.loop.time()
+        if self._owes and self._silence is None:
+            self._silence = self.loop.call_later(self._silence_s, self._give_up)
 
     def _give_up(self) -> None:
+        self._silence = None
         # While the application does not read, the transport is paused: the silence is ours then, not the client's.
-        if self.flow.read_paused:
-            self._listen()
-        elif not self.transport.is_closing():
+        if not self._owes or self.transport.is_closing():
+            return
+        silent_s = 0.0 if self.flow.read_paused else self.loop.time() - self._heard_at
+        if silent_s < self._silence_s:
+            self._silence = self.loop.call_later(self._silence_s - silent_s, self._give_up)
+        else:
             self._refuse(408, f"nothing came for {self._silence_s:g} s: send the request without such pauses")
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base class's signature
