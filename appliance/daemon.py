@@ -116,6 +116,9 @@ async def _run(config: settings.Settings) -> int:
                 ws="none",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # whoever sends them could pass for any address, and so for any client
+                server_header=False,
+                date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
                 ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,

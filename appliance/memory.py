@@ -42,6 +42,7 @@ _OVER_SAMPLES = 2
 _RETIRE_S = 60.0
 _RETIRE_REPLACED_S = 3600.0
 """Nothing new comes to a worker that was replaced, so it ends as soon as the slowest of its requests does."""
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _SQUEEZE_IDLE_S = 5.0
 """Under the last step of pressure a model that rested so long is unloaded."""
 _SPARE = "spare worker"
@@ -301,9 +302,8 @@ class Keeper:
         if self.pressure.step >= Step.REFUSE_LOW and priority > DEFAULT_PRIORITY:
             raise Overloaded("memory is short, so requests of low priority are refused: retry later")
 
-    @contextlib.contextmanager
-    def batch(self, name: str, graph: str, input_bytes: int) -> Iterator[None]:
-        """Hold what a run of this size is expected to take beyond the model's own lease.
+    def batch(self, name: str, graph: str, input_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """A context that holds what a run of this size is expected to take beyond the model's own lease.
 
         Raises InsufficientMemory, before anything is allocated, when it does not fit.
         """
@@ -311,10 +311,11 @@ class Keeper:
         memory = tenure.supervisor.memory if tenure else None
         expected_bytes = rules.run_bytes_of(memory, graph, input_bytes)
         own_bytes = tenure.lease.terms.get("activations", 0) if tenure and tenure.lease else 0
-        if expected_bytes <= own_bytes:
-            yield
-            return
-        lease = self.budget.take(name, {"batch": expected_bytes - own_bytes})
+        return self._lease_of(name, expected_bytes - own_bytes) if expected_bytes > own_bytes else _NOTHING
+
+    @contextlib.contextmanager
+    def _lease_of(self, name: str, size_bytes: int) -> Iterator[None]:
+        lease = self.budget.take(name, {"batch": size_bytes})
         try:
             yield
         finally:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.core.budget import bucket_of
 from appliance.gauge import Meter
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
@@ -39,6 +40,10 @@ _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _TOGETHER_S = 0.001
 """Answers of a batch wait for each other no longer than this."""
+_QUICK_S = 0.0003
+"""Runs that take less are computed by the thread that reads: to hand one over takes as long."""
+_FORGET = 1.05
+"""A run that neighbours disturbed says little, so the fastest one counts, and for less with each that is slower."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,6 +67,10 @@ class Worker:
         self._work: queue.SimpleQueue[list[_Job] | wire.Prove | None] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         self._meter = Meter()
+        self._took_s: dict[tuple[str, int], float] = {}
+        """Of the fastest run of each graph and size class."""
+        self._whole = True
+        """Whether nothing was broken on purpose: what hangs must not keep this from reading that it is mended."""
 
     def serve(self, runtime: str, *, gentle: bool = False) -> int:
         """Open the model and answer until told to stop; the exit status of the process.
@@ -102,7 +111,10 @@ class Worker:
                     threading.Thread(target=self._leave, args=[threads], daemon=True).start()
                 else:
                     self._heed(message)
-            if batch:
+            if batch and all(map(self._quick, batch)):
+                self._answer_in_turn(batch)
+                self._finish(batch)
+            elif batch:
                 self._work.put(batch)
 
     def _heed(self, message: wire.Message) -> None:
@@ -113,6 +125,7 @@ class Worker:
         elif isinstance(message, wire.Break):
             if message.fault == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            self._whole = False
             self._model.break_(message.fault, message.amount)
         elif isinstance(message, wire.Free):
             with self._freed:
@@ -136,10 +149,13 @@ class Worker:
                 self._answer_together(work)
             else:
                 self._answer_in_turn(work)
-            self._wanted.difference_update(job.run.id for job in work)
-            slots = [slot for job in work for slot in job.slots]
-            if slots:
-                self._send([(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)), ())])
+            self._finish(work)
+
+    def _finish(self, batch: Sequence[_Job]) -> None:
+        self._wanted.difference_update([job.run.id for job in batch])
+        slots = [slot for job in batch for slot in job.slots]
+        if slots:
+            self._send([(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)), ())])
 
     def give_up(self, error: BaseException) -> None:
         """Tell the daemon what this process dies of, and die; for errors that nobody else has caught."""
@@ -153,6 +169,10 @@ class Worker:
             return self._work.get(timeout=self._idle_trim_s if self._meter.dirty else None)
         self._meter.clean(self._model.trim)
         return self._work.get()
+
+    def _quick(self, job: _Job) -> bool:
+        """Whether the thread that reads may compute it: it is known to take next to no time, nor memory."""
+        return self._whole and not job.slots and self._took_s.get(_class_of(job), _QUICK_S) < _QUICK_S
 
     def _prove(self, proof: wire.Prove) -> wire.Parcel:
         try:
@@ -179,14 +199,24 @@ class Worker:
             return wire.Skipped(run.id), ()
         started_at = time.monotonic()
         try:
-            with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
-                if run.graph:
-                    answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
-                else:
-                    answer, timing_ms = self._model.predict(job.tensors[0], self._progress(run))
+            if self._quick(job):
+                answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
+            else:
+                answer, timing_ms = self._compute(job)
         except Exception as error:  # a task's or a library's fault must not end the worker
             return wire.Error(run.id, *_told(error)), ()
-        return self._done(run, answer, timing_ms, time.monotonic() - started_at)
+        took_s = time.monotonic() - started_at
+        if run.graph:
+            key = _class_of(job)
+            self._took_s[key] = min(took_s, self._took_s.get(key, took_s) * _FORGET)
+        return self._done(run, answer, timing_ms, took_s)
+
+    def _compute(self, job: _Job) -> tuple[list[Tensor], dict[str, float]]:
+        run = job.run
+        with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
+            if run.graph:
+                return self._model.infer(run.graph, job.tensors, run.outputs)
+            return self._model.predict(job.tensors[0], self._progress(run))
 
     def _answer_together(self, batch: Sequence[_Job]) -> None:
         """Compute all in one run; when that fails each in its own, so that a bad request fails nobody else."""
@@ -272,6 +302,10 @@ class Worker:
                         raise ModelError(msg) from None
         with self._sending:
             self._sock.send(data)
+
+
+def _class_of(job: _Job) -> tuple[str, int]:
+    return job.run.graph, bucket_of(sum([memoryview(tensor.data).nbytes for tensor in job.tensors]))
 
 
 def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:

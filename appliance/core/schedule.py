@@ -220,12 +220,17 @@ class Schedule(Generic[T]):
         A worker holds at most twice as many batches as it computes at a time: one computes while the next is decoded.
         Each idle thread of the worker gets its own work before requests travel together.
         """
-        at_once = self._limits.concurrency
         if self._batches >= self._most_batches:
             return None
         first = self._first(now)
         if first is None:
             return None
+        at_once = self._limits.concurrency
+        if 0.0 < first.work_s and self._held_s + len(self._waiting) * first.work_s <= SLICE_S:
+            # So little that a second thread, or a third message, would cost more than they save.
+            at_once = 1
+            if self._batches >= DEPTH:
+                return None
         idle = max(at_once - self._batches, 1)
         together = 1
         if first.ticket.shares:
