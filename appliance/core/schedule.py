@@ -41,7 +41,7 @@ chance brings at 90 % load. With 16, one in 300 is refused there, and P99 under 
 (tests/unit/test_schedule_elasticity.py plays it). So many in hand are admitted whatever they take: as many clients
 that each wait for their answer are no overload.
 """
-LEAST_WAIT_S = 0.01
+LEAST_WAIT_S = 0.05
 """Nobody is refused for less: a burst at a tiny model is over before its senders could ask again."""
 SLICE_S = 0.001
 """Work that travels to the worker at once: less would cost more in messages than in computing."""
