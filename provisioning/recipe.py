@@ -167,9 +167,7 @@ def read(path: Path) -> RecipeFile:
 
 
 def _check(recipe: Recipe, path: Path) -> None:
-    if len({graph.role == "encode" for graph in recipe.graphs.values()}) > 1:
-        msg = f"recipe {path}: graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
-        raise ConfigError(msg)
+    _check_samples(recipe, path)
     for name, graph in recipe.graphs.items():
         _check_words(name, graph, path)
         if graph.passes[:1] != ("normalise",) or not graph.precisions:
@@ -187,7 +185,6 @@ def _check(recipe: Recipe, path: Path) -> None:
         if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(READING):
             msg = f"recipe {path}: graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
             raise ConfigError(msg)
-        _check_samples(name, graph, path)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
             raise ConfigError(msg)
@@ -207,7 +204,14 @@ def _check_words(name: str, graph: GraphRecipe, path: Path) -> None:
             raise ConfigError(msg)
 
 
-def _check_samples(name: str, graph: GraphRecipe, path: Path) -> None:
-    if (graph.role == "encode") != (graph.samples is not None):
-        msg = f"recipe {path}: graphs.{name}.samples is for role 'encode', which needs it"
+def _check_samples(recipe: Recipe, path: Path) -> None:
+    for name, graph in recipe.graphs.items():
+        if (graph.role == "encode") != (graph.samples is not None):
+            msg = f"recipe {path}: graphs.{name}.samples is for role 'encode', which needs it"
+            raise ConfigError(msg)
+        if graph.samples and graph.precisions != ("fp32",):
+            msg = f"recipe {path}: graphs.{name} can be fp32 only: nothing measures what INT8 does to role 'encode'"
+            raise ConfigError(msg)
+    if len({graph.role == "encode" for graph in recipe.graphs.values()}) > 1:
+        msg = f"recipe {path}: graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
         raise ConfigError(msg)

@@ -30,7 +30,7 @@ _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
     """Normalise `model`, whose input gets `shape` (-1 is any size); raises SourceError when it cannot be done."""
     if not all(len(value.shape or ()) == len(shape) for value in model.graph.inputs):
-        msg = f"the inputs of the graph must have {len(shape)} axes, as its recipe says"
+        msg = f"the graph must have one input with {len(shape)} axes, or several of that shape, as its recipe says"
         raise SourceError(msg)
     for value in model.graph.inputs:
         value.shape = ir.Shape([size if size >= 0 else f"d{axis}" for axis, size in enumerate(shape)])
