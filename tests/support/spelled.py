@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -168,3 +170,63 @@ SPELLINGS = {
     "packed, split before the heads": lambda **options: packed("early", **options),
     "constants as nodes": lambda **options: packed(constants_are_nodes=True, **options),
 }
+
+PACKAGE, VERSION, FILE = "tiny-encoder", "1.0.0", "tiny_encoder/encoder.onnx"
+WORDS = 1100
+
+
+def encoder(*, alike: Sequence[Sequence[int]] = ()) -> bytes:
+    """A sentence of token ids [n, t] with its attention mask to vectors y [n, t, 12]: one masked block."""
+    it = Spelling(weights(alike=alike))
+    table = np.random.default_rng(5).normal(size=(WORDS, WIDTH))
+    it.node("Gather", it.hold("table", table), "input_ids", made="x")
+    wide = it.node("Cast", "attention_mask", made="kept", to=TensorProto.FLOAT)
+    wide = it.node("Unsqueeze", wide, it.hold("mask_axes", [1, 2], np.int64), made="kept_4d")
+    absent = it.node("Sub", it.hold("all", 1.0), wide, made="absent")
+    it.node("Mul", absent, it.hold("far", -1e4), made="mask")
+    q, k, v = (it.heads(it.linear("x", name, f"{name}_all"), name) for name in "qkv")
+    k = it.node("Transpose", k, made="k_turned", perm=[0, 1, 3, 2])
+    scores = it.node("Mul", it.node("MatMul", q, k, made="scores"), it.hold("scale", SCALE), made="scaled")
+    attention = it.node("Softmax", it.node("Add", scores, "mask", made="masked"), made="attention", axis=-1)
+    it.close(attention, v)
+    held = [numpy_helper.from_array(array, name) for name, array in it.held.items()]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["n", "t"]) for name in ("input_ids", "attention_mask")
+    ]
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", "t", WIDTH])
+    graph = helper.make_graph(it.nodes, "encoder", inputs, [y], held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return model.SerializeToString(deterministic=True)
+
+
+def install(folder: Path, content: bytes) -> None:
+    """Lay down a distribution that holds `content`; `folder` has to be on sys.path."""
+    for name, data in {
+        FILE: content,
+        f"tiny_encoder-{VERSION}.dist-info/METADATA": f"Name: {PACKAGE}\nVersion: {VERSION}\n".encode(),
+        f"tiny_encoder-{VERSION}.dist-info/RECORD": f"{FILE},,\n".encode(),
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+
+
+def recipe(path: Path, content: bytes, cosine: float = 0.5) -> Path:
+    """A recipe for that distribution."""
+    path.write_text(f"""
+        name = "tiny"
+        version = "1.0.0"
+        licence = "Apache-2.0"
+        data = "nowhere"
+        source = {{package = "{PACKAGE}", version = "{VERSION}"}}
+        task = {{kind = "tensors"}}
+        [graphs.encoder]
+        role = "encode"
+        file = "{FILE}"
+        sha256 = "{hashlib.sha256(content).hexdigest()}"
+        shape = [-1, -1]
+        passes = ["normalise"]
+        precisions = ["fp32"]
+        gate.cosine = {cosine}
+        samples = {{kind = "tokens", count = 20, vocabulary = {WORDS}, longest = 16}}
+    """)
+    return path
