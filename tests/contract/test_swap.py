@@ -310,6 +310,32 @@ def test_a_version_whose_worker_is_killed_while_the_next_one_loads_recovers_or_i
     run(scenario)
 
 
+def nices(pid: int) -> list[int]:
+    """Priorities of the threads of a process, its main thread first; 0 is the usual one, 19 the lowest."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name)):
+            found.append(int((task / "stat").read_text().rpartition(")")[2].split()[16]))
+    return found
+
+
+def test_the_next_version_is_loaded_at_a_low_priority_and_serves_at_the_usual_one(tmp_path: Path) -> None:
+    one, two = versions(tmp_path)
+
+    async def scenario() -> None:
+        async with serving(opened(one)) as service:
+            swapping = asyncio.ensure_future(service.swap(opened(two)))
+            await until(lambda: service.status()["workers_aside"])
+            pid = service.status()["workers_aside"][0]["pid"]
+            await until(lambda: any(nices(pid)))
+            await swapping
+            main, *others = nices(pid)
+            assert main == 0
+            assert others.count(0) >= 2  # the threads that compute
+
+    run(scenario)
+
+
 def test_two_swaps_of_one_model_happen_one_after_the_other(tmp_path: Path) -> None:
     one, two = versions(tmp_path)
     three = tiny.scale_bundle(tmp_path / "v3", 3, null=True)
