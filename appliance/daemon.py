@@ -1,4 +1,8 @@
-"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything."""
+"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything.
+
+Past 400 lines with how bundles are opened, at the start and for a swap: that takes the settings, the store and the
+memory, which meet only here.
+"""
 
 from __future__ import annotations
 

@@ -54,9 +54,10 @@ class Life:
         """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done.
 
         It loads the libraries of `runtime` while it waits to be told its model. `on_data` and `on_end` are those of
-        its `Link`, and may be changed. A `gentle` one loads its libraries on a thread of low priority.
+        its `Link`, and may be changed. A `gentle` one leaves the processors to others until then.
         """
         self.on_data, self.on_end = on_data, on_end
+        module = "appliance.gently" if gentle else "appliance.worker"
         with contextlib.ExitStack() as undo:
             self.requests = Arena.create(arena_bytes)
             undo.callback(self.requests.close)
@@ -67,8 +68,7 @@ class Life:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                    [sys.executable, "-I", "-m", "appliance.worker", runtime, str(theirs.fileno())]
-                    + ["gentle"] * gentle,
+                    [sys.executable, "-I", "-m", module, runtime, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

@@ -1,8 +1,8 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker RUNTIME FD [gentle]`, FD being its end of the socket pair. The first message
-opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
-small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
+Started as `python -m appliance.worker RUNTIME FD` (while others serve as `appliance.gently`), FD being its end of the
+socket pair. The first message opens the model; the worker proves it on a golden vector, says Ready, and then answers
+Runs on a small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,6 +24,7 @@ from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
 from appliance.core.budget import bucket_of
 from appliance.gauge import Meter
+from appliance.gently import gently
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
 
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ANSWER_WAIT_S = 10.0
-_GENTLE_NICE = 10
-"""A tenth of the share of those who serve where the processors are busy; less would make a load look like a hang."""
 _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _TOGETHER_S = 0.001
@@ -78,14 +76,14 @@ class Worker:
         With `gentle` its libraries are loaded on a thread of low priority.
         """
         with contextlib.suppress(Exception):  # it will happen again, where it can be told
-            _called(lambda: _load_libraries(runtime), gentle=gentle)
+            _call(lambda: _load_libraries(runtime), gentle=gentle)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
         if not isinstance(order, wire.Open):
             raise TypeError(order)
         try:
-            self._model: Model = _called(lambda: _open(order), gentle=order.gentle)
+            self._model: Model = _call(lambda: _open(order), gentle=order.gentle)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
             self._send([(self._model.describe(), ())])
@@ -312,16 +310,8 @@ def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
     return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
 
 
-def _called(call: Callable[[], T], *, gentle: bool) -> T:
-    """What `call` returns; when `gentle`, called on a thread of low priority.
-
-    On Linux a priority belongs to a thread and to those that it starts, and only root may raise one again: so this
-    thread, which starts those that will serve, keeps its own.
-    """
-    if not gentle:
-        return call()
-    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(_GENTLE_NICE,)) as pool:
-        return pool.submit(call).result()
+def _call(call: Callable[[], T], *, gentle: bool) -> T:
+    return gently(call) if gentle else call()
 
 
 def _open(order: wire.Open) -> Model:
@@ -343,8 +333,8 @@ def _load_libraries(runtime: str) -> None:
         choose(runtime)
 
 
-def main() -> None:
-    """Entry of the worker process."""
+def main(*, gentle: bool = False) -> None:
+    """Entry of the worker process; with `gentle` others serve meanwhile."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # What reaches the whole process group (Ctrl-C, a plain stop) is for the daemon, which then says Stop.
         signal.signal(number, signal.SIG_IGN)
@@ -354,7 +344,7 @@ def main() -> None:
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve(sys.argv[1], gentle="gentle" in sys.argv[3:])
+        status = worker.serve(sys.argv[1], gentle=gentle)
     except Exception as error:
         worker.give_up(error)
     else:

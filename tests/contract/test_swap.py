@@ -1,4 +1,7 @@
-"""Hot swaps with real workers: who answers what, what happens when memory is short or something breaks meanwhile."""
+"""Hot swaps with real workers: who answers what, what happens when memory is short or something breaks meanwhile.
+
+Past 400 lines because every case is a scenario around the same service, load and two versions.
+"""
 
 from __future__ import annotations
 
@@ -306,6 +309,32 @@ def test_a_version_whose_worker_is_killed_while_the_next_one_loads_recovers_or_i
             os.kill(service.status()["workers"][0]["pid"], signal.SIGKILL)
             await swapping
             assert (await ask(service)).origin.version == "2.0.0"
+
+    run(scenario)
+
+
+def nices(pid: int) -> list[int]:
+    """Priorities of the threads of a process, its main thread first; 0 is the usual one, 19 the lowest."""
+    try:
+        tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name))
+        return [int((task / "stat").read_text().rpartition(")")[2].split()[16]) for task in tasks]
+    except OSError:  # it or one of its threads has ended meanwhile
+        return []
+
+
+def test_the_next_version_is_loaded_at_a_low_priority_and_serves_at_the_usual_one(tmp_path: Path) -> None:
+    one, two = versions(tmp_path)
+
+    async def scenario() -> None:
+        async with serving(opened(one)) as service:
+            swapping = asyncio.ensure_future(service.swap(opened(two)))
+            await until(lambda: service.status()["workers_aside"])
+            pid = service.status()["workers_aside"][0]["pid"]
+            await until(lambda: any(nices(pid)))
+            await swapping
+            main, *others = nices(pid)
+            assert main == 0
+            assert others.count(0) >= 2  # the threads that compute
 
     run(scenario)
 
