@@ -11,13 +11,14 @@ import difflib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from appliance.bench.question import guesses
 from appliance.core.health import Rung
 from models.errors import ApplianceError
 
@@ -32,7 +33,6 @@ _LONGEST_S = 300.0
 """No recovery may take longer: five minutes are what the product promises at most."""
 _SETTLES_S = 1.0
 _TRIED_SIZES = (1, 32, 224, 320, 8, 640)
-_MOST_ELEMENTS = 2**20
 _TOLERANCE = 0.05
 """Relative, of numbers: the next worker may compute in another precision."""
 _ALIKE = 0.8
@@ -65,6 +65,7 @@ ACTS = (
     Act("disk-full", "nothing can be kept on disk"),
     Act("broker-loss", "the MQTT broker cannot be reached"),
 )
+FAULTS = tuple(act.fault for act in ACTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +125,11 @@ class Drill:
         usual_s = time.monotonic() - started
         self._allowed_s, self._late_s = max(1.0, 3 * usual_s), 0.25 + 3 * usual_s
 
-    def run(self) -> Iterator[Result]:
-        """Inject one fault after the other; each is mended before its result is given."""
+    def run(self, faults: Collection[str] = FAULTS) -> Iterator[Result]:
+        """Inject one of `faults` after the other; each is mended before its result is given."""
         for act in ACTS:
+            if act.fault not in faults:
+                continue
             if act.fault == "broker-loss" and not self._has_broker:
                 yield Result(act.fault, act.means, "-", "-", None, "skipped", "no broker is configured")
                 continue
@@ -225,25 +228,19 @@ class Drill:
             for one, other in zip(have, want, strict=True)
         )
 
-    def _guesses(self) -> list[list[dict[str, Any]]]:
-        """Inputs that the model may take: ones, in the few sizes that variable dimensions usually have."""
-        answer = self._client.get(f"/v2/models/{self.model}")
-        guesses = []
-        for size in _TRIED_SIZES:
-            shapes = {one["name"]: [size if n == -1 else n for n in one["shape"]] for one in answer.json()["inputs"]}
-            if sum(map(math.prod, shapes.values())) <= _MOST_ELEMENTS:
-                guesses.append(
-                    [
-                        {
-                            "name": one["name"],
-                            "datatype": one["datatype"],
-                            "shape": shapes[one["name"]],
-                            "data": ["1" if one["datatype"] == "BYTES" else 1] * math.prod(shapes[one["name"]]),
-                        }
-                        for one in answer.json()["inputs"]
-                    ]
-                )
-        return guesses
+    def _guesses(self) -> Iterator[list[dict[str, Any]]]:
+        """Inputs that the model may take, as JSON has them: ones, in a few sizes."""
+        inputs = self._client.get(f"/v2/models/{self.model}").json()["inputs"]
+        for arrays in guesses(inputs, _TRIED_SIZES):
+            yield [
+                {
+                    "name": one["name"],
+                    "datatype": one["datatype"],
+                    "shape": (array := arrays[one["name"]]).shape,
+                    "data": ["1"] * array.size if one["datatype"] == "BYTES" else array.reshape(-1).tolist(),
+                }
+                for one in inputs
+            ]
 
     def _status(self) -> dict[str, Any]:
         status: dict[str, Any] = self._client.get("/v1/status").raise_for_status().json()

@@ -543,6 +543,15 @@ def _precisions(ready: wire.Ready) -> str:
     return ", ".join(f"{graph} {info.precision}" for graph, info in sorted(ready.graphs.items()))
 
 
+def _tolerances(manifest: Manifest, ready: wire.Ready) -> dict[str, float]:
+    """By graph, how far its golden answer may be off; an engine has that of the graph that it was made of."""
+    return {
+        graph: variants[info.precision].golden.tolerance
+        for graph, info in ready.graphs.items()
+        if info.precision in (variants := manifest.graphs[graph].variants)
+    }
+
+
 def _model_status(bundle: Bundle, unready: str, swaps: Swaps) -> dict[str, Any]:
     ready = bundle.supervisor.ready
     return {
@@ -556,8 +565,10 @@ def _model_status(bundle: Bundle, unready: str, swaps: Swaps) -> dict[str, Any]:
         "degraded": bundle.supervisor.health.degraded or None,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
+        "tolerance": _tolerances(bundle.manifest, ready) if ready and bundle.manifest else {},
         "waiting": bundle.supervisor.waiting,
         "running": bundle.supervisor.running,
+        "concurrency": bundle.runs,
         "service_ms": None if bundle.supervisor.service_s is None else round(bundle.supervisor.service_s * 1e3, 3),
         "swaps": swaps.status(),
     }

@@ -24,10 +24,10 @@ import httpx
 import numpy as np
 from support.daemon import Daemon
 
+from appliance.bench.question import binary_answer, binary_request
 from appliance.runtime import choose
 from appliance.runtime.machine import cpu_name
 from models.folder import BundleFolder
-from models.spec import Array, Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = 40
@@ -64,11 +64,10 @@ def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
     want = session.run(inputs)
     with Daemon(folder, "--bundle", str(bundle), "--precision", "fp32") as daemon, httpx.Client() as client:
         url = f"{daemon.url}/v2/models/ppocr-v4.rec/infer"
-        body, headers = request(inputs)
+        body, headers = binary_request(inputs)
 
         def served() -> None:
-            response = client.post(url, content=body, headers=headers)
-            have = answer(response, want)
+            have = binary_answer(client.post(url, content=body, headers=headers).raise_for_status())
             for name, array in want.items():
                 np.testing.assert_allclose(have[name], array, rtol=1e-5, atol=1e-6)
 
@@ -83,35 +82,6 @@ def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
             what = f"recogniser served, {clients} clients, per answer"
             rows.append({"what": what, "median_ms": each_ms, "ratio": each_ms / alone_ms})
     return rows
-
-
-def request(inputs: dict[str, Array]) -> tuple[bytes, dict[str, str]]:
-    """A binary request of the protocol."""
-    tensors = [Tensor.from_array(name, array) for name, array in inputs.items()]
-    described = [
-        {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": tensor.shape,
-            "parameters": {"binary_data_size": memoryview(tensor.data).nbytes},
-        }
-        for tensor in tensors
-    ]
-    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    return b"".join((head, *(tensor.data for tensor in tensors))), {"inference-header-content-length": str(len(head))}
-
-
-def answer(response: httpx.Response, like: dict[str, Array]) -> dict[str, Array]:
-    """Arrays of a binary answer."""
-    response.raise_for_status()
-    length = int(response.headers["inference-header-content-length"])
-    outputs, at = {}, length
-    for output in json.loads(response.content[:length])["outputs"]:
-        end = at + output["parameters"]["binary_data_size"]
-        array = np.frombuffer(response.content[at:end], like[output["name"]].dtype)
-        outputs[output["name"]] = array.reshape(output["shape"])
-        at = end
-    return outputs
 
 
 def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:

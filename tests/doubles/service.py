@@ -169,6 +169,8 @@ class MemoryService:
                     "precision": {},
                     "waiting": 0,
                     "running": 0,
+                    "concurrency": 2,
+                    "tolerance": {},
                     "service_ms": None,
                     "swaps": Swaps(beside=2, load_s=1.5, switch_s=1e-5, longest_switch_s=7e-6).status(),
                 }

@@ -20,9 +20,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 
-from load.elasticity import OK, Bench, Verdict, p99_ms
 from support import tiny
 from support.daemon import Daemon
+
+from appliance.bench.elasticity import OK, Loads, Verdict, p99_ms
+from appliance.bench.question import Question
 
 LOAD = 0.5
 GROWTH = 1.15
@@ -73,16 +75,16 @@ def main() -> int:
         env = {"APPLIANCE_LIMITS__CONCURRENCY": str(SERVERS)}
         with Daemon(folder / "daemon", "--bundle", str(link), env=env) as daemon:
             x = np.ones((1, tiny.WIDTH), np.float32)
-            bench = Bench(daemon, "/v2/models/scale.g/infer", {"x": x}, SERVERS, options.samples)
-            bench.measure_capacity()
-            print(f"capacity {bench.capacity:.1f} requests/s, {bench.alone_s * 1e3:.2f} ms when alone")
+            loads = Loads(daemon.url, Question.of("scale.g", {"x": x}), SERVERS, options.samples)
+            loads.measure_capacity()
+            print(f"capacity {loads.capacity:.1f} requests/s, {loads.alone_s * 1e3:.2f} ms when alone")
             swapper = Swapper(daemon, link, versions)
             for _ in range(options.rounds):
-                steady, _ideal = bench.poisson(LOAD)
+                steady, _ideal = loads.poisson(LOAD)
                 enough, before = threading.Event(), swapper.swaps
                 swapping = daemon.run_later(swapper.go, enough)
                 try:
-                    during, _ideal = bench.poisson(LOAD)
+                    during, _ideal = loads.poisson(LOAD)
                 finally:
                     enough.set()
                 swapping.result(120)
