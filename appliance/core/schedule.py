@@ -226,7 +226,7 @@ class Schedule(Generic[T]):
         if first is None:
             return None
         at_once = self._limits.concurrency
-        if 0.0 < first.work_s and self._held_s + len(self._waiting) * first.work_s <= SLICE_S:
+        if first.work_s > 0.0 and self._held_s + len(self._waiting) * first.work_s <= SLICE_S:
             # So little that a second thread, or a third message, would cost more than they save.
             at_once = 1
             if self._batches >= DEPTH:
