@@ -192,7 +192,10 @@ def test_a_sum_of_two_tensors_is_left_alone_and_said_so() -> None:
         ir_version=8,
     )
     reasons = equalise(passes.load(model.SerializeToString(), "it"), {}, {})
-    assert reasons == {"twice": "it is joined with the input of the graph", "y": "its weights or its bias are not constant"}
+    assert reasons == {
+        "twice": "it is joined with the input of the graph",
+        "y": "its weights or its bias are not constant",
+    }
 
 
 def quantized(keep_float: Sequence[str] = ()) -> ir.Model:
