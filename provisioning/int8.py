@@ -17,6 +17,7 @@ import numpy as np
 from appliance.runtime import Runtime
 from models import schema
 from models.bundle import Quantized
+from models.errors import ConfigError
 from models.folder import pack_arrays, unpack_arrays
 from models.spec import Array
 from provisioning import calibrate
@@ -167,7 +168,14 @@ def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str
     means, samples = _seen(seen, "mean"), _few(int8.samples)
     search = sensitivity.Search(even, int8.recipe.role, _thresholds(seen), means, samples, int8.runtime, THREADS)
     if forced is not None:
-        gains, after = dict.fromkeys((name for name in forced if name in targets), 0.0), 0.0
+        unknown = [name for name in forced if name not in targets]
+        if unknown:
+            msg = (
+                f"graphs.{int8.name}.int8.keep_float has {', '.join(unknown)}, "
+                f"but only these can stay in float: {', '.join(sorted(targets))}"
+            )
+            raise ConfigError(msg)
+        gains = dict.fromkeys(forced, 0.0)
         after = search.divergence({*forced, *(inside if fused else ())})
     else:
         candidates = {name: macs for name, macs in (outside if fused else inside).items() if name in targets}

@@ -50,10 +50,37 @@ def test_a_build_makes_every_precision_and_says_how_well_each_reads(workshop: Wo
 def test_every_step_starts_from_what_an_earlier_one_made(workshop: Workshop) -> None:
     steps = {step.name: step for step in workshop.build().steps}
     assert list(steps) == [
-        "fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "left_alone", "quantize",
+        "fetch", "labels", "normalise", "ctc_head", "read", "watch", "equalise", "left_alone", "search", "quantize",
+        "share",
     ]  # fmt: skip
     assert steps["normalise"].inputs == (steps["fetch"].output,) == steps["labels"].inputs
     assert steps["ctc_head"].inputs == (steps["normalise"].output,)
+
+
+def test_the_manifest_says_what_computes_on_int8_and_what_was_kept_in_float(workshop: Workshop, tmp_path: Path) -> None:
+    rec = pack(workshop.build(), tmp_path / "bundle").graphs["rec"]
+    assert rec.variants["fp32"].quantized is None
+    searched = rec.variants["int8"].quantized
+    assert searched is not None
+    assert searched.thresholds == "percentile 99.99"
+    assert searched.share == searched.share_of_all > 0.95
+    assert 0 <= searched.divergence < 0.1
+    assert BundleFolder(tmp_path / "bundle").manifest.graphs["rec"] == rec
+
+
+def test_what_stays_in_float_can_be_forced(workshop: Workshop) -> None:
+    forced = '"recognise"\n        int8 = {method = "mse", keep_float = ["Conv_0"]}'
+    quantized = workshop.build(**{'"recognise"': forced}).graphs["rec"].variants["int8"].quantized
+    assert quantized is not None
+    assert list(quantized.kept_float) == ["Conv_0"]
+    assert quantized.thresholds == "mse"
+    assert quantized.share == pytest.approx(1 - 829440 / (829440 + 69120 + 122880 + 6400), abs=0.02)
+
+
+def test_an_operator_that_is_not_there_cannot_be_kept_in_float(workshop: Workshop) -> None:
+    forced = '"recognise"\n        int8 = {keep_float = ["Conv_0", "Conv_99"]}'
+    with pytest.raises(ConfigError, match=r"graphs.rec.int8.keep_float has Conv_99, .* can stay in float: Conv_0,"):
+        workshop.build(**{'"recognise"': forced})
 
 
 def test_every_digest_can_be_followed_from_the_bundle_to_its_sources_and_data(
@@ -145,7 +172,7 @@ def test_a_second_build_takes_everything_from_the_cache(workshop: Workshop, tmp_
     workshop.build(cache=tmp_path / "cache")
     workshop.reports.clear()
     workshop.build(cache=tmp_path / "cache")
-    assert workshop.reports == ["reading labelled data", "12 steps done before"]
+    assert workshop.reports == ["reading labelled data", "14 steps done before"]
 
 
 def test_a_corrupt_entry_of_the_cache_is_made_again(workshop: Workshop, tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_recipe_that_ships_can_be_read() -> None:
-    file = read(ROOT / "models" / "zoo" / "ppocr-v4.toml")
+@pytest.mark.parametrize("name", ["ppocr-v4", "ppocr-v6"])
+def test_the_recipes_that_ship_can_be_read(name: str) -> None:
+    file = read(ROOT / "models" / "zoo" / f"{name}.toml")
     assert {name: graph.role for name, graph in file.recipe.graphs.items()} == {
         "det": "detect", "cls": "classify", "rec": "recognise",
     }  # fmt: skip
@@ -33,7 +34,14 @@ def test_the_recipe_that_ships_can_be_read() -> None:
         ("exact_drop = 0.5", "exact_drop = 0.5\n        gate.found_drop = 0.1", "found_drop needs graphs of all roles"),
         ('version = "1.0.0"', "version = 1", "version must be str"),
         ('role = "recognise"', 'role = "read"', "graphs.rec.role has 'read'; known: detect, classify, recognise"),
-        ('"int8"', '"int4"', "graphs.rec.precisions has 'int4'; known: fp32, int8"),
+        ('"int8"', '"int4"', "graphs.rec.precisions has 'int4'; known: fp32, int8, int8-unfused"),
+        ('"int8"', '"int8-unfused"', "'int8-unfused', which needs the pass 'mark'"),
+        (
+            '"normalise", "ctc_head"',
+            '"normalise", "mark", "ctc_head"',
+            "must stand in the order normalise, ctc_head, mark",
+        ),
+        ('"recognise"', '"recognise"\nint8.method = "max"', "int8.method has 'max'; known: percentile, entropy, mse"),
         ('"normalise", ', "", "needs a precision and 'normalise' as its first pass"),
         ("[graphs.rec]", "[graphs.rec", "cannot be used"),
         ('sha256 = "', 'sha256 = ["', "cannot be used"),
