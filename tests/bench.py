@@ -74,8 +74,10 @@ def beside_peers(harness: Path) -> None:
         env = {**os.environ, "OURS_BIN": str(Path(sys.executable).parent)}
         for workload, workers in (("mlp", "1"), ("rec", "2")):  # ours computes two runs at a time by default
             subprocess.run(
-                [python, bench / "bench.py", "--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"]
-                + ["--workloads", workload, "--forms", "v2bin,raw", "--out", rows],
+                [
+                    *(python, bench / "bench.py", "--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"),
+                    *("--workloads", workload, "--forms", "v2bin,raw", "--out", rows),
+                ],
                 check=True,
                 env={**env, "BENCH_WORKERS": workers, "OURS_MODELS": workload},
                 stdout=subprocess.DEVNULL,
