@@ -36,6 +36,20 @@ _RUNS = 15
 _LIMIT_S = 60.0
 _DIGITS = 6
 _TINY = 1e-12
+_OF_READERS = (
+    ("exact match", "reading.packed.exact", ".1%", 1.0),
+    ("character error rate", "reading.packed.cer", ".2%", 1.0),
+    ("reads like the original", "reading.agreement", ".1%", 1.0),
+    ("KL to all heads", "kl", ".4f", 1.0),
+)
+_OF_OTHERS = (
+    ("cosine of the outputs", "cosine", ".3f", 1.0),
+    ("relative error", "error", ".3f", 1.0),
+    ("ms", "latency_ms", ".1f", 1.0),
+    ("peak MB", "peak_bytes", ".0f", 1e6),
+)
+_OF_ALL = (("million parameters", "parameters", ".3f", 1e6), ("million multiply-accumulates", "macs", ".1f", 1e6))
+"""Panels of the plot: title, field of a row, format and unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,29 +97,16 @@ class Swept:
     def to_svg(self) -> str:
         """The same as a picture."""
         heads = sorted({row.kv_heads for row in self.rows}, reverse=True)
-        reads = self.rows[0].reading is not None
-        panels = [
-            self._panel("exact match", "reading.packed.exact", ".1%", heads),
-            self._panel("character error rate", "reading.packed.cer", ".2%", heads),
-            self._panel("KL to all heads", "kl", ".4f", heads),
-        ] if reads else [
-            self._panel("cosine of the outputs", "cosine", ".3f", heads),
-            self._panel("relative error", "error", ".3f", heads),
-            self._panel("ms", "latency_ms", ".1f", heads),
-            self._panel("peak MB", "peak_bytes", ".3e", heads),
-        ]  # fmt: skip
-        panels += [
-            self._panel("parameters", "parameters", ",.0f", heads),
-            self._panel("multiply-accumulates", "macs", ".4g", heads),
-        ]
+        shown = _OF_READERS if self.rows[0].reading is not None else _OF_OTHERS
+        panels = [self._panel(*one, heads) for one in (*shown, *_OF_ALL)]
         return svg(f"{self.recipe}, {self.graph}", "key and value heads", [str(n) for n in heads], panels)
 
-    def _panel(self, title: str, path: str, form: str, heads: Sequence[int]) -> Panel:
+    def _panel(self, title: str, path: str, form: str, unit: float, heads: Sequence[int]) -> Panel:
         def value(row: Row) -> float:
             found: Any = schema.dump(row)
             for part in path.split("."):
                 found = found.get(part, 0.0)
-            return float(found)
+            return float(found) / unit
 
         def of(kv_heads: int, method: str) -> float:
             wanted = (kv_heads, ALL_HEADS if kv_heads == heads[0] else method)
