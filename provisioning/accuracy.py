@@ -27,7 +27,7 @@ from models.errors import BadInput
 from models.spec import Array, ModelSpec
 from models.tasks import lines as lines_task
 from models.tasks import text
-from models.tasks.reading import Reading
+from models.tasks.reading import Reading, ReadingSettings, prepare_line
 from provisioning.data import Line, Page
 
 _RESAMPLES = 2000
@@ -69,19 +69,26 @@ class Published:
 
 
 def read_lines(
-    graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int, *, published: bool
+    graph: bytes,
+    lines: Sequence[Line],
+    labels: Sequence[str],
+    runtime: Runtime,
+    threads: int,
+    settings: ReadingSettings | None,
 ) -> list[str]:
-    """What a recogniser reads on each line.
+    """What a recogniser reads on each line, made to fit by the `settings` of its task.
 
-    A checkpoint, as `published`, is measured as its publishers measure it: width kept, padded to at least 320 and no
-    further.
+    None stands for a checkpoint, which is measured as its publishers measure it: width kept, padded to at least 320
+    and no further.
     """
     opened = runtime.open(graph, threads=1)
-    session: Session = Published(opened, ctc_head=True) if published else opened
+    session: Session = opened if settings else Published(opened, ctc_head=True)
 
     def read(line: Line) -> str:
-        x_NCHW = lines_task.prepare(line.picture)
-        if published:
+        if settings:
+            x_NCHW = prepare_line(line.picture, settings)
+        else:
+            x_NCHW = lines_task.prepare(line.picture)
             height, width = line.picture.shape[:2]
             content = -(-lines_task.HEIGHT * width // height)
             x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]

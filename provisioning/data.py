@@ -208,7 +208,10 @@ def _picture(path: Path, saw: Callable[[bytes], None]) -> Array:
 
 
 def inputs(role: str, split: Split, settings: reading.ReadingSettings, graph: str) -> list[dict[str, Array]]:
-    """What `graph`, of `role`, gets to see of `split`: the very tensors that the reading task hands it."""
+    """What `graph`, of `role`, gets to see of `split`: the very tensors that the reading task hands it.
+
+    Lines alone are padded to the width of training, whatever the task's settings make of them.
+    """
     if split.tensors:
         return list(split.tensors[graph])
     pictures = [line.picture for line in split.lines]

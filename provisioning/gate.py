@@ -93,14 +93,15 @@ class Gate:
         return _verdict(checks, agreement=agreement, comparison=comparison or {})
 
     def _read(self, precision: str, content: bytes) -> list[str]:
-        published = precision == "original"
+        settings = None if precision == "original" else self.settings
 
         def read() -> bytes:
             lines, labels = self.split.lines, self.labels
-            return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, published=published))
+            return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, settings))
 
         inputs: list[bytes | str] = [content, self.split.sha256]
-        found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, published, read))
+        key = settings and schema.dump(settings)
+        found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, key, read))
         return found
 
     def _read_pages(self, precision: str, detector: bytes) -> list[list[str]]:

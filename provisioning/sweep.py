@@ -178,7 +178,7 @@ class _Sweep:
 
         def read() -> bytes:
             runtime, published = self.room.runtime, self.published
-            return json.dumps(accuracy.read_lines(published, lines, labels, runtime, THREADS, published=True)).encode()
+            return json.dumps(accuracy.read_lines(published, lines, labels, runtime, THREADS, None)).encode()
 
         def read_and_compare() -> bytes:
             texts, kl = _read_and_compare(

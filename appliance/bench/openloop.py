@@ -110,7 +110,8 @@ class _Connection:
             if end < 0:
                 return False
             head = bytes(self.received[:end]).lower()
-            length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
+            # With its line's start: the protocol has a header of its own that ends in these words.
+            length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
             self.expected_bytes = end + 4 + int(length)
         return len(self.received) >= self.expected_bytes
 
