@@ -16,6 +16,8 @@ from models.errors import ConfigError
 HEAD_LIMIT_BYTES = 64 * 1024
 FRAMING_LIMIT_BYTES = 1024 * 1024
 """Some 65,000 chunks of the usual form; Triton's bound is 65,536."""
+_JOINED_BYTES = 64 * 1024
+"""Pieces of an answer up to this size travel in one segment, at one call of the system instead of three."""
 UNREAD_LIMIT_BYTES = 64 * 1024 * 1024
 """A client that has sent a body of usual size before it looks for the answer still finds it."""
 
@@ -71,6 +73,8 @@ class Http1(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it too
         """Called when a client has connected."""
         super().connection_made(transport)
+        self._joining = _Joining(transport, self.loop)
+        self.transport = self._joining  # type: ignore[assignment] # all of a transport that uvicorn uses
         self._certificate = _common_name(transport)
         self._listen()
 
@@ -104,6 +108,11 @@ class Http1(HttpToolsProtocol):
         """Called by the parser at the last byte of a request. Idle connections after it are uvicorn's to close."""
         super().on_message_complete()
         self._owes, self._framing_bytes, self._unread_bytes = False, 0, 0
+
+    def on_response_complete(self) -> None:
+        """Called when the last piece of an answer was written."""
+        self._joining.flush()
+        super().on_response_complete()
 
     def on_headers_complete(self) -> None:
         """Called by the parser after the empty line that ends a head."""
@@ -165,6 +174,33 @@ class Http1(HttpToolsProtocol):
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(content)
         self.transport.write(STATUS_LINE[status] + head + content)
         self.transport.close()
+
+
+class _Joining:
+    """A transport that sends small pieces together which are written in one go."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._pieces: list[bytes] = []
+        self.is_closing, self.get_extra_info = transport.is_closing, transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        if len(data) > _JOINED_BYTES:
+            self.flush()
+            self._transport.write(data)
+            return
+        if not self._pieces:
+            self._loop.call_soon(self.flush)
+        self._pieces.append(data)
+
+    def flush(self) -> None:
+        if self._pieces:
+            pieces, self._pieces = self._pieces, []
+            self._transport.write(b"".join(pieces))
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
 
 
 def _common_name(transport: asyncio.BaseTransport) -> str | None:
