@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -157,6 +158,7 @@ async def _run(config: settings.Settings) -> int:
         address, port = listener.getsockname()[:2]
         scheme = "https" if config.http.tls_certificate else "http"
         log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
@@ -52,6 +53,11 @@ class _Job:
     run: wire.Run
     tensors: list[Tensor]
     slots: list[Slot]
+    kind: tuple[str, int]
+    """Its graph and size class."""
+
+
+_Compute: TypeAlias = "Callable[[_Job], tuple[list[Tensor], dict[str, float]]]"
 
 
 class Worker:
@@ -60,6 +66,7 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         """Serve the daemon at the other end of `sock`."""
         self._sock = sock
+        self._reader = threading.current_thread()
         self._sending = threading.Lock()
         self._freed = threading.Condition()
         self._work: queue.SimpleQueue[list[_Job] | wire.Prove | None] = queue.SimpleQueue()
@@ -93,6 +100,7 @@ class Worker:
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
             thread.start()
+        gc.freeze()  # what is there now stays: no collection need look at it
         self._read_all(threads)
         os._exit(0)  # the daemon is gone, or all is answered: nobody waits for what the threads still hold
 
@@ -103,14 +111,15 @@ class Worker:
             for message, payloads, slots in wire.unpack(data, self._requests):
                 if isinstance(message, wire.Run):
                     self._wanted.add(message.id)
-                    batch.append(_Job(message, wire.join(message.tensors, payloads), slots))
+                    kind = message.graph, bucket_of(sum(map(len, payloads)))
+                    batch.append(_Job(message, wire.join(message.tensors, payloads), slots, kind))
                 elif isinstance(message, wire.Stop):
                     # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
                     threading.Thread(target=self._leave, args=[threads], daemon=True).start()
                 else:
                     self._heed(message)
             if batch and all(map(self._quick, batch)):
-                self._answer_in_turn(batch)
+                self._answer_in_turn(batch, self._at_once)
                 self._finish(batch)
             elif batch:
                 self._work.put(batch)
@@ -146,7 +155,7 @@ class Worker:
             if len(work) > 1 and work[0].run.one_run:
                 self._answer_together(work)
             else:
-                self._answer_in_turn(work)
+                self._answer_in_turn(work, self._compute)
             self._finish(work)
 
     def _finish(self, batch: Sequence[_Job]) -> None:
@@ -170,7 +179,7 @@ class Worker:
 
     def _quick(self, job: _Job) -> bool:
         """Whether the thread that reads may compute it: it is known to take next to no time, nor memory."""
-        return self._whole and not job.slots and self._took_s.get(_class_of(job), _QUICK_S) < _QUICK_S
+        return self._whole and not job.slots and self._took_s.get(job.kind, _QUICK_S) < _QUICK_S
 
     def _prove(self, proof: wire.Prove) -> wire.Parcel:
         try:
@@ -179,35 +188,34 @@ class Worker:
             return wire.Error(proof.id, *_told(error)), ()
         return wire.Done(proof.id, (), {}), ()
 
-    def _answer_in_turn(self, batch: Sequence[_Job]) -> None:
+    def _answer_in_turn(self, batch: Sequence[_Job], compute: _Compute) -> None:
         """Compute one after the other; answers travel together as long as nobody waits for it."""
         parcels: list[wire.Parcel] = []
         due_at = time.monotonic() + _TOGETHER_S
         for job in batch:
-            parcels.append(self._answer(job))
+            parcels.append(self._answer(job, compute))
             if time.monotonic() >= due_at or _size_bytes(parcels) > wire.INLINE_BYTES:
                 self._reply(parcels)
                 parcels = []
                 due_at = time.monotonic() + _TOGETHER_S
         self._reply(parcels)
 
-    def _answer(self, job: _Job) -> wire.Parcel:
+    def _answer(self, job: _Job, compute: _Compute) -> wire.Parcel:
         run = job.run
         if self._unwanted(run):
             return wire.Skipped(run.id), ()
         started_at = time.monotonic()
         try:
-            if self._quick(job):
-                answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
-            else:
-                answer, timing_ms = self._compute(job)
+            answer, timing_ms = compute(job)
         except Exception as error:  # a task's or a library's fault must not end the worker
             return wire.Error(run.id, *_told(error)), ()
         took_s = time.monotonic() - started_at
         if run.graph:
-            key = _class_of(job)
-            self._took_s[key] = min(took_s, self._took_s.get(key, took_s) * _FORGET)
+            self._took_s[job.kind] = min(took_s, self._took_s.get(job.kind, took_s) * _FORGET)
         return self._done(run, answer, timing_ms, took_s)
+
+    def _at_once(self, job: _Job) -> tuple[list[Tensor], dict[str, float]]:
+        return self._model.infer(job.run.graph, job.tensors, job.run.outputs)
 
     def _compute(self, job: _Job) -> tuple[list[Tensor], dict[str, float]]:
         run = job.run
@@ -228,7 +236,7 @@ class Worker:
                 with self._measured(run, sum(self._model.input_bytes(run.graph, tensors) for tensors in requests)):
                     answers, timing_ms = self._model.infer_together(run.graph, requests, run.outputs)
             except Exception:  # whatever it is, it shows again in the run that causes it
-                self._answer_in_turn(batch)
+                self._answer_in_turn(batch, self._compute)
                 return
             # A run of fewer than were meant says nothing of what so many cost.
             took_s = time.monotonic() - started_at if len(wanted) == len(batch) else 0.0
@@ -261,6 +269,10 @@ class Worker:
     def _reply(self, parcels: Sequence[wire.Parcel]) -> None:
         """Send answers together, or one by one when that is too much; what cannot be sent at all is a failure."""
         if not parcels:
+            return
+        if threading.current_thread() is self._reader and _size_bytes(parcels) > wire.INLINE_BYTES:
+            # That may have to wait for memory to be freed, of which only this thread hears.
+            threading.Thread(target=self._reply, args=[parcels], daemon=True).start()
             return
         try:
             self._send(parcels)
@@ -300,10 +312,6 @@ class Worker:
                         raise ModelError(msg) from None
         with self._sending:
             self._sock.send(data)
-
-
-def _class_of(job: _Job) -> tuple[str, int]:
-    return job.run.graph, bucket_of(sum([memoryview(tensor.data).nbytes for tensor in job.tensors]))
 
 
 def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:

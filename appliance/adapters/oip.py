@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -136,7 +136,8 @@ def _filled(head: _Head, tail: memoryview) -> Request:
     if len(tail):
         msg = f"{len(tail)} bytes follow the last binary tensor: binary_data_size values do not add up"
         raise BadInput(msg)
-    return replace(head.request, tensors=tensors)
+    one = head.request
+    return Request(tensors, one.id, one.outputs, one.binary, one.binary_default, one.priority, one.timeout_us)
 
 
 def _parse(content: bytes) -> _Head:
