@@ -102,6 +102,10 @@ class MachineMemory:
     def _learned(self, tenant: Tenant, memory: Memory, overhead_bytes: int) -> None:
         if tenant.digest in self.notebooks:
             self.notebooks[tenant.digest].memory(memory)
+        asyncio.get_running_loop().run_in_executor(None, self._keep_overhead, overhead_bytes)
+
+    def _keep_overhead(self, overhead_bytes: int) -> None:
+        """In a thread: a disk may take a second, in which nobody should wait for an answer."""
         if overhead_bytes != self._store.overhead_bytes(self._config.runtime):
             with contextlib.suppress(OSError):
                 self._store.keep_overhead_bytes(self._config.runtime, overhead_bytes)

@@ -2,6 +2,7 @@
 
 Correctness is checked before any time is printed. Machines are noisy: trust the ratio, and the
 medians more than the extremes. Results go to standard output and, with --json FILE, to a file.
+With PEER_BENCH, PEERS_DIR and MODELS_DIR set, other servers are measured beside ours after that (tests/peers).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import concurrent.futures
 import datetime as dt
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -53,6 +56,33 @@ def main() -> None:
     }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
+    harness = os.environ.get("PEER_BENCH")
+    if harness:
+        beside_peers(Path(harness))
+
+
+def beside_peers(harness: Path) -> None:
+    """Measure other servers and ours with `harness` (see tests/peers), and print its tables."""
+    python = Path(os.environ["PEERS_DIR"], "tools/bin/python")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Path(shutil.copytree(harness, Path(folder) / "bench"))
+        shutil.copy(ROOT / "tests/peers/ours.sh", bench / "peers/ours.sh")
+        with (bench / "peers.toml").open("r+") as known:
+            if "[ours]" not in known.read():
+                known.write((ROOT / "tests/peers/ours.toml").read_text())
+        rows = Path(folder) / "rows.jsonl"
+        env = {**os.environ, "OURS_BIN": str(Path(sys.executable).parent)}
+        for workload, workers in (("mlp", "1"), ("rec", "2")):  # ours computes two runs at a time by default
+            subprocess.run(
+                [
+                    *(python, bench / "bench.py", "--out", rows, "--workloads", workload, "--forms", "v2bin,raw"),
+                    *("--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"),
+                ],
+                check=True,
+                env={**env, "BENCH_WORKERS": workers, "OURS_MODELS": workload},
+                stdout=subprocess.DEVNULL,
+            )
+        subprocess.run([python, bench / "report.py", rows], check=True)
 
 
 def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
