@@ -75,8 +75,8 @@ def beside_peers(harness: Path) -> None:
         for workload, workers in (("mlp", "1"), ("rec", "2")):  # ours computes two runs at a time by default
             subprocess.run(
                 [
-                    *(python, bench / "bench.py", "--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"),
-                    *("--workloads", workload, "--forms", "v2bin,raw", "--out", rows),
+                    *(python, bench / "bench.py", "--out", rows, "--workloads", workload, "--forms", "v2bin,raw"),
+                    *("--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"),
                 ],
                 check=True,
                 env={**env, "BENCH_WORKERS": workers, "OURS_MODELS": workload},
