@@ -2,6 +2,7 @@
 
 Results go to standard output, progress and errors to standard error.
 Exit codes: 0 done, 1 refused or failed with a reason, 2 wrong usage.
+Past 400 lines because every option has its words here, and nothing but options and printing is here.
 """
 
 from __future__ import annotations

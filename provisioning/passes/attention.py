@@ -14,6 +14,8 @@ after the heads are, or three products; no bias, or one on either side of its Ad
 or shared between them, as factor or divisor; a mask added on either side; casts on the way. What normalises x is not
 part of the block, so it may be spelled in any way.
 
+Past 400 lines because a block is read as a whole: its pieces have no use, and no test, without each other.
+
 Axes in names: B batch, T time steps, C channels, H heads, D size of a head, M channels of the result.
 """
 
