@@ -168,6 +168,49 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Example: appliance bench --report bench.html. It loads the daemon fully: not while it is needed.")
+def bench(
+    model: Annotated[str, typer.Option(help="model to measure (default: the first)", metavar="NAME")] = "",
+    url: Url = DEFAULT_URL,
+    report: Annotated[Path | None, typer.Option(help="write a page with plots there", metavar="FILE.html")] = None,
+    as_json: AsJson = False,
+    price_per_hour: Annotated[float, typer.Option(help="of the machine, power included", min=0)] = 1.0,
+    faults_per_day: Annotated[float, typer.Option(help="of each kind, to compute availability from", min=0)] = 1.0,
+    quick: Annotated[bool, typer.Option("--quick", help="30 seconds instead of 2 minutes")] = False,
+) -> None:
+    """Measure a running daemon: speed, cost, elasticity, stability, each beside the line that passes."""
+    from appliance.bench import measure  # noqa: PLC0415 - the other commands need none of it
+    from appliance.bench.report import cells, to_html, to_json  # noqa: PLC0415 - likewise
+
+    plan = measure.Plan(30.0 if quick else 120.0, price_per_hour, faults_per_day, drill=not quick)
+    progress = console.plain(stderr=True)
+    try:
+        with _client(url, timeout_s=120.0) as client, progress.status("looking at the daemon") as shown:
+            found = measure.Bench(client, model, plan, shown.update).run()
+        if report:
+            report.write_text(to_html(found), encoding="utf-8")
+    except ApplianceError as error:
+        console.fail(str(error))
+    except httpx.HTTPError as error:
+        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+    except OSError as error:
+        console.fail(f"the report cannot be written: {error}")
+    if as_json:
+        print(json.dumps(to_json(found)))
+    else:
+        screen = console.plain()
+        for key, text in found.facts.items():
+            screen.print(f"{key}: {text}", style="dim")
+        table = Table("", "what", "measured", "pass line", "", "", box=None)
+        for dimension in found.dimensions:
+            for i, verdict in enumerate(dimension.verdicts):
+                style = {True: None, False: "red", None: "dim"}[verdict.passed]
+                table.add_row("" if i else dimension.name, *cells(verdict), style=style)
+        screen.print(table)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
 def _client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
     """A client of the daemon at `url`; exits with 1 and one sentence when what it was told cannot be used.
 

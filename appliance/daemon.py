@@ -1,10 +1,15 @@
-"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything."""
+"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything.
+
+Past 400 lines with how bundles are opened, at the start and for a swap: that takes the settings, the store and the
+memory, which meet only here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -97,7 +102,14 @@ async def _run(config: settings.Settings) -> int:
         faults = Faults(switches) if config.faults.enabled else None
         memory = MachineMemory(config, _limits(config), store)
         bundles = _bundles(config, store, memory)
-        service = Service(bundles, device_id=device_id, facts=facts, faults=faults, keeper=memory.keeper(bundles))
+        service = Service(
+            bundles,
+            device_id=device_id,
+            facts=facts,
+            faults=faults,
+            keeper=memory.keeper(bundles),
+            reread=partial(_reread, config=config, store=store, memory=memory),
+        )
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
@@ -109,6 +121,9 @@ async def _run(config: settings.Settings) -> int:
                 ws="none",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,  # whoever sends them could pass for any address, and so for any client
+                server_header=False,
+                date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
                 lifespan="off",
                 timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
                 ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
@@ -143,6 +158,7 @@ async def _run(config: settings.Settings) -> int:
         address, port = listener.getsockname()[:2]
         scheme = "https" if config.http.tls_certificate else "http"
         log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")
@@ -243,7 +259,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         raise BundleError(msg)
     measured = (store.measurements(digest), folder.measurements("cpu"))
     known = Measurements(here, known_on(here, *measured), memory_on(here, *measured))
-    notebook = memory.notebooks[manifest.name] = Notebook(store, digest, known)
+    notebook = memory.notebooks[digest] = Notebook(store, digest, known)
     order = wire.Open(
         name=manifest.name,
         runtime=config.runtime,
@@ -266,7 +282,19 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
             max(variant.graph.size_bytes for variant in graph.variants.values()) for graph in manifest.graphs.values()
         ),
         start_life=memory.start_life,
+        folder=path,
     )
+
+
+def _reread(bundle: Bundle, config: settings.Settings, store: Store, memory: MachineMemory) -> Bundle | None:
+    """What the folder of `bundle` holds now; None where that is what it serves. Raises BundleError."""
+    if bundle.folder is None or BundleFolder(bundle.folder).manifest.digest == bundle.digest:
+        return None
+    found = _open_bundle(bundle.folder, config, _limits(config), store, memory)
+    if found.name != bundle.name:
+        msg = f"{bundle.folder} holds {found.name!r} now: put {bundle.name!r} there, or start the daemon anew"
+        raise BundleError(msg)
+    return found
 
 
 def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:

@@ -11,13 +11,14 @@ import difflib
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from appliance.bench.question import guesses
 from appliance.core.health import Rung
 from models.errors import ApplianceError
 
@@ -25,12 +26,13 @@ PICTURE = Path(__file__).parent / "web" / "drill.png"
 """One line of text, for models that take pictures."""
 
 _WRONG = "a wrong answer"
+_OVER_LEASE = "over its lease"
+"""No fault of a worker: it is replaced before it becomes one."""
 _PAUSE_S = 0.02
 _LONGEST_S = 300.0
 """No recovery may take longer: five minutes are what the product promises at most."""
 _SETTLES_S = 1.0
 _TRIED_SIZES = (1, 32, 224, 320, 8, 640)
-_MOST_ELEMENTS = 2**20
 _TOLERANCE = 0.05
 """Relative, of numbers: the next worker may compute in another precision."""
 _ALIKE = 0.8
@@ -57,12 +59,13 @@ ACTS = (
     Act("hang", "the model never answers", "hang"),
     Act("nan", "the model computes NaN", "model-error"),
     Act("corrupt-plan", "a byte of the model is wrong at its next load", "plan-refused"),
-    Act("leak", "each run keeps more memory", "out-of-memory", lasts_s=8.0, pause_s=0.1),
+    Act("leak", "each run keeps more memory", _OVER_LEASE, lasts_s=8.0, pause_s=0.1),
     Act("slow", "each run takes longer than callers allow"),
     Act("clock-step", "the wall clock jumps by a year"),
     Act("disk-full", "nothing can be kept on disk"),
     Act("broker-loss", "the MQTT broker cannot be reached"),
 )
+FAULTS = tuple(act.fault for act in ACTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +125,11 @@ class Drill:
         usual_s = time.monotonic() - started
         self._allowed_s, self._late_s = max(1.0, 3 * usual_s), 0.25 + 3 * usual_s
 
-    def run(self) -> Iterator[Result]:
-        """Inject one fault after the other; each is mended before its result is given."""
+    def run(self, faults: Collection[str] = FAULTS) -> Iterator[Result]:
+        """Inject one of `faults` after the other; each is mended before its result is given."""
         for act in ACTS:
+            if act.fault not in faults:
+                continue
             if act.fault == "broker-loss" and not self._has_broker:
                 yield Result(act.fault, act.means, "-", "-", None, "skipped", "no broker is configured")
                 continue
@@ -156,7 +161,7 @@ class Drill:
                 latest_s = max(latest_s, ended_s - asked_s if late else 0.0)
                 back_s, broken = (ended_s if broken or late else back_s), False
                 worker = self._worker()
-                found = worker["faults"] != before["faults"] and worker["state"] == "ready"
+                found = act.cause in _new(before, worker, "faults") and worker["state"] == "ready"
                 if found or (not found_by_daemon and ended_s > act.lasts_s + _SETTLES_S and self._broker_is_back()):
                     break
                 time.sleep(act.pause_s)
@@ -223,35 +228,31 @@ class Drill:
             for one, other in zip(have, want, strict=True)
         )
 
-    def _guesses(self) -> list[list[dict[str, Any]]]:
-        """Inputs that the model may take: ones, in the few sizes that variable dimensions usually have."""
-        answer = self._client.get(f"/v2/models/{self.model}")
-        guesses = []
-        for size in _TRIED_SIZES:
-            shapes = {one["name"]: [size if n == -1 else n for n in one["shape"]] for one in answer.json()["inputs"]}
-            if sum(map(math.prod, shapes.values())) <= _MOST_ELEMENTS:
-                guesses.append(
-                    [
-                        {
-                            "name": one["name"],
-                            "datatype": one["datatype"],
-                            "shape": shapes[one["name"]],
-                            "data": ["1" if one["datatype"] == "BYTES" else 1] * math.prod(shapes[one["name"]]),
-                        }
-                        for one in answer.json()["inputs"]
-                    ]
-                )
-        return guesses
+    def _guesses(self) -> Iterator[list[dict[str, Any]]]:
+        """Inputs that the model may take, as JSON has them: ones, in a few sizes."""
+        inputs = self._client.get(f"/v2/models/{self.model}").json()["inputs"]
+        for arrays in guesses(inputs, _TRIED_SIZES):
+            yield [
+                {
+                    "name": one["name"],
+                    "datatype": one["datatype"],
+                    "shape": (array := arrays[one["name"]]).shape,
+                    "data": ["1"] * array.size if one["datatype"] == "BYTES" else array.reshape(-1).tolist(),
+                }
+                for one in inputs
+            ]
 
     def _status(self) -> dict[str, Any]:
         status: dict[str, Any] = self._client.get("/v1/status").raise_for_status().json()
         return status
 
     def _worker(self) -> dict[str, Any]:
-        bundles = {worker["bundle"]: worker for worker in self._status()["workers"]}
+        status = self._status()
+        bundles = {worker["bundle"]: worker for worker in status["workers"]}
         # A graph of a bundle is `bundle.graph`, and runs in the worker of its bundle.
         name = self.model if self.model in bundles else self.model.rpartition(".")[0]
-        return dict(bundles[name])
+        worker = bundles[name]
+        return {**worker, "faults": {**worker["faults"], _OVER_LEASE: status["memory"]["recycles"]}}
 
     def _broker_is_back(self) -> bool:
         return not self._has_broker or bool(self._status()["mqtt"]["connected"])

@@ -34,6 +34,7 @@ class StartLife(Protocol):
         *,
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
+        gentle: bool = False,
     ) -> Life:
         """See `Life`."""
 
@@ -48,13 +49,15 @@ class Life:
         *,
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
+        gentle: bool = False,
     ) -> None:
         """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done.
 
         It loads the libraries of `runtime` while it waits to be told its model. `on_data` and `on_end` are those of
-        its `Link`, and may be changed.
+        its `Link`, and may be changed. A `gentle` one leaves the processors to others until then.
         """
         self.on_data, self.on_end = on_data, on_end
+        module = "appliance.gently" if gentle else "appliance.worker"
         with contextlib.ExitStack() as undo:
             self.requests = Arena.create(arena_bytes)
             undo.callback(self.requests.close)
@@ -65,7 +68,7 @@ class Life:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                    [sys.executable, "-I", "-m", "appliance.worker", runtime, str(theirs.fileno())],
+                    [sys.executable, "-I", "-m", module, runtime, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,

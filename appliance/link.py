@@ -22,7 +22,7 @@ class Link:
         self._sock, self._on_data, self._on_end = sock, on_data, on_end
         self._backlog: deque[bytes] = deque()
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self.read)
+        self._loop.add_reader(sock, self._read_one)
 
     @property
     def connected(self) -> bool:
@@ -44,17 +44,22 @@ class Link:
 
     def read(self) -> None:
         """Hand on whatever has come."""
-        while self.connected:
-            try:
-                data = self._sock.recv(wire.MESSAGE_BYTES)
-            except BlockingIOError:
-                return
-            except ConnectionError:
-                data = b""
-            if not data:
-                self._on_end()
-                return
+        while self.connected and self._read_one():
+            pass
+
+    def _read_one(self) -> bool:
+        """Hand on one message; whether there was one. The loop calls again while there is more."""
+        try:
+            data = self._sock.recv(wire.MESSAGE_BYTES)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            data = b""
+        if data:
             self._on_data(data)
+        else:
+            self._on_end()
+        return bool(data)
 
     def close(self) -> None:
         """Hang up; once more does nothing."""

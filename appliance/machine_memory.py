@@ -65,6 +65,7 @@ class MachineMemory:
     def __init__(self, config: settings.Settings, limits: Limits, store: Store) -> None:
         self._config, self._store = config, store
         self.notebooks: dict[str, Notebook] = {}
+        """By digest."""
         self.spare = Spare(arena_bytes_of(limits), config.runtime) if config.memory.spare_worker else None
         self.start_life: StartLife = self.spare.start_life if self.spare else Life
 
@@ -98,9 +99,13 @@ class MachineMemory:
             sample_s=chosen.sample_s,
         )
 
-    def _learned(self, name: str, memory: Memory, overhead_bytes: int) -> None:
-        if name in self.notebooks:
-            self.notebooks[name].memory(memory)
+    def _learned(self, tenant: Tenant, memory: Memory, overhead_bytes: int) -> None:
+        if tenant.digest in self.notebooks:
+            self.notebooks[tenant.digest].memory(memory)
+        asyncio.get_running_loop().run_in_executor(None, self._keep_overhead, overhead_bytes)
+
+    def _keep_overhead(self, overhead_bytes: int) -> None:
+        """In a thread: a disk may take a second, in which nobody should wait for an answer."""
         if overhead_bytes != self._store.overhead_bytes(self._config.runtime):
             with contextlib.suppress(OSError):
                 self._store.keep_overhead_bytes(self._config.runtime, overhead_bytes)

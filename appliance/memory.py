@@ -1,4 +1,4 @@
-"""Keeps all models within one memory budget: loads, unloads, evicts, recycles, and sheds load when memory is short.
+"""Keeps all models within one memory budget: loads, unloads, evicts, swaps, recycles, and sheds load under pressure.
 
 Runs on the event loop. What fits, who goes and which step is due is decided in `core.budget` and `core.pressure`;
 this file samples, asks, and performs it. A model that was unloaded because nobody used it, or to make room, is loaded
@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -26,10 +26,13 @@ from appliance.core.health import State
 from appliance.core.pressure import Bounds, Pressure, Step
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.supervisor import Supervisor
+from appliance.swap import Swap
 from models.errors import ApplianceError, InsufficientMemory, NotFound, NotReady, Overloaded
 from models.measurements import Memory
 
 log = structlog.get_logger()
+
+T = TypeVar("T")
 
 MIB = 2**20
 GUESSED_OVERHEAD_BYTES = 96 * MIB
@@ -37,6 +40,9 @@ GUESSED_OVERHEAD_BYTES = 96 * MIB
 _OVER_SAMPLES = 2
 """Samples in a row over its lease after which a worker is recycled: one may be a run that ends at this moment."""
 _RETIRE_S = 60.0
+_RETIRE_REPLACED_S = 3600.0
+"""Nothing new comes to a worker that was replaced, so it ends as soon as the slowest of its requests does."""
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _SQUEEZE_IDLE_S = 5.0
 """Under the last step of pressure a model that rested so long is unloaded."""
 _SPARE = "spare worker"
@@ -83,6 +89,8 @@ class Tenant(Protocol):
     """A model as its keeper sees it."""
 
     name: str
+    digest: str | None
+    """Identity of what is served; None for a bare file."""
     supervisor: Supervisor
     priority: int
     file_bytes: int
@@ -108,11 +116,12 @@ class SpareWorker(Protocol):
         """End it if there is one."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Tenure:
-    """What the keeper knows of one model."""
+    """What the keeper knows of one model, in one worker."""
 
     tenant: Tenant
+    supervisor: Supervisor
     loaded: bool = True
     """Whether it has a worker, or is about to; until `Keeper.start` whoever made its supervisor answers for that."""
     leaving: bool = False
@@ -129,9 +138,14 @@ class Tenure:
     """Samples in a row."""
     waiters: int = 0
     """Requests that wait until it is loaded."""
-    task: asyncio.Task[None] | None = None
-    """Its loading or leaving."""
+    task: asyncio.Task[Any] | None = None
+    """Its loading, leaving, or being replaced."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def moving(self) -> bool:
+        """Whether its lease will soon be another, whatever others do."""
+        return self.leaving or self.supervisor.health.state is State.LOADING
 
 
 class Keeper:
@@ -146,7 +160,7 @@ class Keeper:
         overhead_bytes: int | None = None,
         spare: SpareWorker | None = None,
         limit: Callable[[str, int, int], None] = lambda _name, _pid, _bytes: None,
-        on_learned: Callable[[str, Memory, int], None] = lambda _name, _memory, _overhead: None,
+        on_learned: Callable[[Tenant, Memory, int], None] = lambda _tenant, _memory, _overhead: None,
     ) -> None:
         """Keep `tenants` within `rules_`.
 
@@ -159,7 +173,9 @@ class Keeper:
         self.pressure = Pressure()
         self._rules, self._sample, self._limit, self._on_learned = rules_, sample, limit, on_learned
         self._overhead_bytes = overhead_bytes or GUESSED_OVERHEAD_BYTES
-        self._tenures = {tenant.name: Tenure(tenant) for tenant in tenants}
+        self._tenures = {tenant.name: Tenure(tenant, tenant.supervisor) for tenant in tenants}
+        self._aside: set[Tenure] = set()
+        """Workers that do not serve: of the next version while it is loaded, of the one before until it is done."""
         self._spare, self._spare_lease = spare, None if spare is None else self.budget.take(_SPARE, {})
         self._deciding = asyncio.Lock()
         self._seen = Sample()
@@ -182,12 +198,12 @@ class Keeper:
         self._stopping = True
         if self._watching:
             self._watching.cancel()
-        tasks = [tenure.task for tenure in self._tenures.values() if tenure.task]
+        tasks = [tenure.task for tenure in self._all if tenure.task]
         for task in tasks:
             task.cancel()
         if self._spare:
             self._spare.drop()
-        await asyncio.gather(*(tenure.tenant.supervisor.stop(grace_s) for tenure in self._tenures.values()))
+        await asyncio.gather(*(tenure.supervisor.stop(grace_s) for tenure in self._all))
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def load(self, name: str, *, dry_run: bool = False) -> Admission:
@@ -202,8 +218,8 @@ class Keeper:
         if not tenure.loaded and not admission.fits:
             raise rules.refusal(name, admission)
         tenure.wakes = True
-        await self.wake(name)
-        health = tenure.tenant.supervisor.health
+        await self.wake(name, proven=True)
+        health = self._tenure(name).supervisor.health
         if health.state is not State.READY:
             msg = (
                 f"model {name!r} cannot be loaded ({health.reason or health.state.value}): repair it, it is tried again"
@@ -211,39 +227,70 @@ class Keeper:
             raise NotReady(msg)
         return admission
 
+    def swap_admission(self, fresh: Tenant) -> Admission:
+        """Whether `fresh` fits beside the version of it that serves.
+
+        Where it does not, but would in its place, `would_evict` begins with its own name: a swap then leaves a gap.
+        """
+        old, new = self._tenure(fresh.name), Tenure(fresh, fresh.supervisor, loaded=False)
+        beside = self._admission(new)
+        if beside.fits or old.lease is None:
+            return beside
+        instead = self._admission(new, old.lease.size_bytes)
+        return replace(beside, would_evict=(*([fresh.name] if instead.fits else []), *instead.would_evict))
+
+    async def swap(self, fresh: Tenant, rebind: Callable[[], None]) -> Swap:
+        """Load, warm and prove `fresh` beside the version that serves, then switch; returns after the switch.
+
+        `rebind` is called in the moment of the switch and must only assign. The old version answers what it holds, and
+        leaves. Where memory holds only one of them the old one leaves first, and requests wait meanwhile. Swaps of one
+        model wait for each other, and go on when the one who waits leaves.
+        Raises NotReady when `fresh` cannot be proven, InsufficientMemory when it would not fit even alone, NotFound;
+        the old version then serves on.
+        """
+        while (old := self._tenure(fresh.name)).task:
+            await self._join(old)
+        if self._stopping:
+            raise NotReady("the appliance is stopping: swap models when it is back")
+        new = Tenure(fresh, fresh.supervisor, loaded=False)
+        return await asyncio.shield(self._begin(old, self._swap(old, new, rebind, may_evict=True)))
+
     async def unload(self, name: str) -> None:
         """Let a model answer what it holds, and end its worker; it stays away until it is loaded by name."""
-        tenure = self._tenure(name)
-        tenure.wakes = False
-        while tenure.task:
+        while (tenure := self._tenure(name)).task:
+            tenure.wakes = False
             await self._join(tenure)
+        tenure.wakes = False
         if tenure.loaded:
             self._begin(tenure, self._leave(tenure, "unloaded by request"))
             await self._join(tenure)
         tenure.reason = "unloaded by request"
         self._on_change()
 
-    async def wake(self, name: str) -> None:
-        """Return when the model can be asked, loading it if need be.
+    async def wake(self, name: str, *, proven: bool = False) -> None:
+        """Return when the model can be asked, loading it if need be; with `proven` when it is known what became of it.
 
         Raises InsufficientMemory when it does not fit, NotReady when an operator has unloaded it, Overloaded when
         too many wait for it.
         """
-        tenure = self._tenure(name)
-        if tenure.waiters >= tenure.tenant.queue:
-            msg = f"{tenure.waiters} requests wait until {name!r} is loaded: retry later"
+        first = self._tenure(name)
+        if first.waiters >= first.tenant.queue:
+            msg = f"{first.waiters} requests wait until {name!r} is loaded: retry later"
             raise Overloaded(msg)
-        tenure.waiters += 1
+        first.waiters += 1
         try:
-            while not tenure.loaded or tenure.leaving or tenure.task:
+            while not self.awake(name) or (proven and self._tenure(name).task):
+                tenure = self._tenure(name)
                 if tenure.task is None:
                     if not tenure.wakes or self._stopping:
                         msg = f"model {name!r} is not loaded ({tenure.reason}): load it first"
                         raise NotReady(msg)
                     self._begin(tenure, self._bring(tenure, may_evict=True))
-                await self._join(tenure)
+                error = await self._join(tenure)
+                if error and not tenure.loaded:
+                    raise error
         finally:
-            tenure.waiters -= 1
+            first.waiters -= 1
 
     def awake(self, name: str) -> bool:
         """Whether a model can be asked at once."""
@@ -255,20 +302,20 @@ class Keeper:
         if self.pressure.step >= Step.REFUSE_LOW and priority > DEFAULT_PRIORITY:
             raise Overloaded("memory is short, so requests of low priority are refused: retry later")
 
-    @contextlib.contextmanager
-    def batch(self, name: str, graph: str, input_bytes: int) -> Iterator[None]:
-        """Hold what a run of this size is expected to take beyond the model's own lease.
+    def batch(self, name: str, graph: str, input_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """A context that holds what a run of this size is expected to take beyond the model's own lease.
 
         Raises InsufficientMemory, before anything is allocated, when it does not fit.
         """
         tenure = self._tenures.get(name)
-        memory = tenure.tenant.supervisor.memory if tenure else None
+        memory = tenure.supervisor.memory if tenure else None
         expected_bytes = rules.run_bytes_of(memory, graph, input_bytes)
         own_bytes = tenure.lease.terms.get("activations", 0) if tenure and tenure.lease else 0
-        if expected_bytes <= own_bytes:
-            yield
-            return
-        lease = self.budget.take(name, {"batch": expected_bytes - own_bytes})
+        return self._lease_of(name, expected_bytes - own_bytes) if expected_bytes > own_bytes else _NOTHING
+
+    @contextlib.contextmanager
+    def _lease_of(self, name: str, size_bytes: int) -> Iterator[None]:
+        lease = self.budget.take(name, {"batch": size_bytes})
         try:
             yield
         finally:
@@ -281,7 +328,7 @@ class Keeper:
             return ModelState.UNLOADING, "finishes what it holds"
         if not tenure.loaded:
             return (ModelState.LOADING if tenure.task else ModelState.UNAVAILABLE), tenure.reason
-        health = tenure.tenant.supervisor.health
+        health = tenure.supervisor.health
         if health.state is State.READY:
             return ModelState.READY, ""
         state = ModelState.LOADING if health.state in {State.LOADING, State.BUILDING} else ModelState.UNAVAILABLE
@@ -333,7 +380,26 @@ class Keeper:
             "predicted_bytes": sum(predicted.terms.values()) if predicted else None,
         }
 
+    def aside(self) -> list[dict[str, Any]]:
+        """Workers that run but do not serve: of a next version, or of one that still answers what it holds."""
+        return [
+            {
+                "pid": tenure.supervisor.pid,
+                "bundle": tenure.tenant.name,
+                "digest": tenure.tenant.digest,
+                "state": "leaving" if tenure.leaving else tenure.supervisor.health.state.value,
+                "running": tenure.supervisor.running,
+                "waiting": tenure.supervisor.waiting,
+            }
+            for tenure in self._aside
+            if tenure.loaded
+        ]
+
     # Loading and unloading
+
+    @property
+    def _all(self) -> list[Tenure]:
+        return [*self._tenures.values(), *self._aside]
 
     def _tenure(self, name: str) -> Tenure:
         if name not in self._tenures:
@@ -344,7 +410,7 @@ class Keeper:
     def _need(self, tenure: Tenure) -> Need:
         tenant = tenure.tenant
         return rules.need_of(
-            tenant.supervisor.memory,
+            tenure.supervisor.memory,
             overhead_bytes=self._overhead_bytes,
             file_bytes=tenant.file_bytes,
             runs=tenant.runs,
@@ -356,16 +422,15 @@ class Keeper:
                 name=name,
                 size_bytes=tenure.lease.size_bytes,
                 priority=tenure.tenant.priority,
-                used_at=max(tenure.tenant.used_at, tenure.tenant.supervisor.health.since),
-                busy=tenure.task is not None
-                or bool(tenure.tenant.supervisor.waiting + tenure.tenant.supervisor.running),
+                used_at=max(tenure.tenant.used_at, tenure.supervisor.health.since),
+                busy=tenure.task is not None or bool(tenure.supervisor.waiting + tenure.supervisor.running),
             )
             for name, tenure in self._tenures.items()
             if tenure.lease
         ]
 
-    def _admission(self, tenure: Tenure) -> Admission:
-        need, have_bytes = self._need(tenure), self.budget.free_bytes
+    def _admission(self, tenure: Tenure, freed_bytes: int = 0) -> Admission:
+        need, have_bytes = self._need(tenure), self.budget.free_bytes + freed_bytes
         if self._spare_lease:  # it is a worker for whoever needs one
             have_bytes += self._spare_lease.size_bytes
         if tenure.lease:
@@ -374,11 +439,13 @@ class Keeper:
         others = [one for one in self._holdings() if one.name != tenure.tenant.name]
         return rules.admit(need_bytes, have_bytes, others, priority=tenure.tenant.priority)
 
-    def _begin(self, tenure: Tenure, work: Any) -> None:  # noqa: ANN401 - a coroutine
-        tenure.task = asyncio.ensure_future(work)
-        tenure.task.add_done_callback(lambda task: self._ended(tenure, task))
+    def _begin(self, tenure: Tenure, work: Coroutine[None, None, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        tenure.task = task
+        task.add_done_callback(lambda task: self._ended(tenure, task))
+        return task
 
-    def _ended(self, tenure: Tenure, task: asyncio.Task[None]) -> None:
+    def _ended(self, tenure: Tenure, task: asyncio.Task[Any]) -> None:
         if tenure.task is task:
             tenure.task = None
         if not task.cancelled() and task.exception() and not isinstance(task.exception(), ApplianceError):
@@ -386,25 +453,26 @@ class Keeper:
         self._on_change()
 
     @staticmethod
-    async def _join(tenure: Tenure) -> None:
-        """Wait for what is done with a model, which goes on when the one who waits leaves."""
-        if tenure.task:
-            await asyncio.shield(tenure.task)
+    async def _join(tenure: Tenure) -> BaseException | None:
+        """Wait for what is done with a model, which goes on when the one who waits leaves; the error it ended with."""
+        task = tenure.task
+        if task is None:
+            return None
+        await asyncio.wait([task])
+        return None if task.cancelled() else task.exception()
 
-    async def _bring(self, tenure: Tenure, *, may_evict: bool) -> None:
+    async def _bring(self, tenure: Tenure, *, may_evict: bool, gentle: bool = False) -> None:
         """Make room for a model and start its worker; returns when it is ready or has failed for the first time."""
         tenant = tenure.tenant
         need = self._need(tenure)
         try:
-            async with self._deciding:
-                await self._make_room(tenure, may_evict=may_evict)
+            async with self._room(tenure, may_evict=may_evict):
                 tenure.lease = self.budget.take(tenant.name, need.loading_terms)
             tenure.predicted = tenure.predicted or need
             tenure.loaded, tenure.over = True, 0
-            await self._start(tenure, tenant.supervisor)
+            await self._start(tenure, gentle=gentle)
             if not self._fit(tenure):
-                async with self._deciding:
-                    await self._make_room(tenure, may_evict=may_evict)
+                async with self._room(tenure, may_evict=may_evict):
                     self._fit(tenure)
         except InsufficientMemory as error:
             log.warning("model_not_loaded", model=tenant.name, reason=str(error))
@@ -413,53 +481,69 @@ class Keeper:
             tenure.reason = str(error)
             raise
 
-    async def _start(self, tenure: Tenure, supervisor: Supervisor) -> None:
+    async def _start(self, tenure: Tenure, *, gentle: bool) -> None:
         """Start a worker and wait for its first word."""
+        supervisor = tenure.supervisor
 
         def changed() -> None:
             tenure.changed.set()
             self._on_change()
 
         def measured() -> None:
-            present = tenure.tenant.supervisor
-            if present is not supervisor and present.memory and supervisor.memory:  # two serve side by side
-                present.memory = present.memory.joined(supervisor.memory)
             self._fit(tenure)
+            present = self._tenures[tenure.tenant.name]
+            if present is not tenure and present.tenant is tenure.tenant:  # two workers of one model, side by side
+                learned = present.supervisor
+                if learned.memory and supervisor.memory:
+                    learned.memory = learned.memory.joined(supervisor.memory)
+                self._fit(present)
 
         supervisor.start(
             changed,
             run_limit_bytes=max(1, self.budget.total_bytes - self._overhead_bytes),
             on_measured=measured,
+            gentle=gentle,
         )
-        while supervisor.health.state is State.LOADING:
+        while supervisor.health.state is State.LOADING and supervisor.health.rung is None:
             tenure.changed.clear()
             await tenure.changed.wait()
         if supervisor.ready and supervisor.ready.overhead_bytes:
             self._overhead_bytes = supervisor.ready.overhead_bytes
 
-    async def _make_room(self, tenure: Tenure, *, may_evict: bool) -> None:
-        """Evict what must go; raises InsufficientMemory when a model does not fit."""
-        while not (admission := self._admission(tenure)).fits or (admission.would_evict and not may_evict):
-            loading = [one for one in self._tenures.values() if one.task and one.lease and one is not tenure]
-            if not loading:
+    @contextlib.asynccontextmanager
+    async def _room(self, tenure: Tenure, *, may_evict: bool) -> AsyncIterator[None]:
+        """Evict what must go, and let nobody else take its place meanwhile; raises InsufficientMemory."""
+        while True:
+            async with self._deciding:
+                admission = self._admission(tenure)
+                if admission.fits and (may_evict or not admission.would_evict):
+                    self._lend_spare()
+                    for name in admission.would_evict:
+                        await self._evict(self._tenures[name], tenure.tenant.name)
+                    yield
+                    return
+            # What others need to load is more than what they will keep, and who leaves will keep nothing. Nobody waits
+            # here who holds a lease, so no two wait for each other.
+            moving = [one.task for one in self._all if one.task and one.lease and one is not tenure and one.moving]
+            moving = [task for task in moving if task is not asyncio.current_task()]
+            if not moving:
                 raise rules.refusal(tenure.tenant.name, admission)
-            # What they need to load is more than what they will keep.
-            await asyncio.wait([one.task for one in loading if one.task], return_when=asyncio.FIRST_COMPLETED)
-        self._lend_spare()
-        for name in admission.would_evict:
-            evicted = self._tenures[name]
-            self.evictions += 1
-            log.info("model_evicted", model=name, room_for=tenure.tenant.name)
-            self._begin(evicted, self._leave(evicted, f"evicted for {tenure.tenant.name}, its next request loads it"))
-            await self._join(evicted)
+            await asyncio.wait(moving, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _leave(self, tenure: Tenure, reason: str) -> None:
+    async def _evict(self, tenure: Tenure, room_for: str) -> None:
+        self.evictions += 1
+        log.info("model_evicted", model=tenure.tenant.name, room_for=room_for)
+        self._begin(tenure, self._leave(tenure, f"evicted for {room_for}, its next request loads it"))
+        await self._join(tenure)
+
+    async def _leave(self, tenure: Tenure, reason: str, retire_s: float = _RETIRE_S) -> None:
         """Let a model finish what it holds and end its worker."""
         tenure.leaving, tenure.reason = True, reason
         self._on_change()
         try:
-            await tenure.tenant.supervisor.retire(_RETIRE_S)
+            await tenure.supervisor.retire(retire_s)
         finally:
+            self._aside.discard(tenure)
             tenure.leaving = tenure.loaded = False
             tenure.used_bytes = None
             if tenure.lease:
@@ -468,42 +552,89 @@ class Keeper:
 
     def _fit(self, tenure: Tenure) -> bool:
         """Make the lease what was measured; whether the budget allows that. If not, `_judge` sees what comes of it."""
-        supervisor = tenure.tenant.supervisor
+        supervisor = tenure.supervisor
         if tenure.lease is None or tenure.leaving or supervisor.health.state is State.LOADING:
             return True
         if supervisor.memory:
-            self._on_learned(tenure.tenant.name, supervisor.memory, self._overhead_bytes)
+            self._on_learned(tenure.tenant, supervisor.memory, self._overhead_bytes)
         try:
             tenure.lease = self.budget.change(tenure.lease, self._need(tenure).terms)
         except InsufficientMemory:
             return False
         return True
 
-    async def _recycle(self, tenure: Tenure, reason: str) -> None:
-        """Put a fresh worker in place of one that takes too much: beside it where memory allows, else after it."""
-        tenant, old, old_lease = tenure.tenant, tenure.tenant.supervisor, tenure.lease
-        began_at = time.monotonic()
+    async def _swap(self, old: Tenure, new: Tenure, rebind: Callable[[], None], *, may_evict: bool) -> Swap:
+        """Put `new` in the place of `old`: beside it where memory allows, else after it. See `swap`."""
+        began_at, gap_s = time.monotonic(), 0.0
+        admission = self.swap_admission(new.tenant)
+        new.task = asyncio.current_task()
+        self._aside.add(new)
         try:
-            second = self.budget.take(tenant.name, self._need(tenure).loading_terms)
-        except InsufficientMemory:
-            wakes, tenure.wakes = tenure.wakes, True
-            await self._leave(tenure, reason)
-            await self._bring(tenure, may_evict=False)
-            tenure.wakes = wakes
-            log.info("worker_recycled", model=tenant.name, reason=reason, gap_s=round(time.monotonic() - began_at, 3))
-            return
-        fresh = old.twin()
-        await self._start(tenure, fresh)
-        if fresh.health.state is not State.READY:
-            await fresh.stop(0)
-            self.budget.give_back(second)
-            return
-        tenant.supervisor, tenure.lease = fresh, second
-        await old.retire(_RETIRE_S)
-        if old_lease:
-            self.budget.give_back(old_lease)
-        self._fit(tenure)
-        log.info("worker_recycled", model=tenant.name, reason=reason, gap_s=0.0)
+            try:
+                await self._bring_proven(new, may_evict=may_evict, gentle=old.loaded)
+            except InsufficientMemory as error:
+                lease_bytes = old.lease.size_bytes if old.lease else 0
+                if not lease_bytes or not self._admission(new, lease_bytes).fits:
+                    raise
+                log.warning(
+                    "swap_leaves_a_gap",
+                    model=new.tenant.name,
+                    why="memory does not hold both versions at once",
+                    need_bytes=error.need_bytes,
+                    have_bytes=error.have_bytes,
+                )
+                gap_at = time.monotonic()
+                await self._leave(old, "its next version takes its place")
+                await self._bring_instead(new, old, may_evict=may_evict)
+                gap_s = time.monotonic() - gap_at
+            load_s = time.monotonic() - began_at
+            began_ns = time.perf_counter_ns()
+            self._tenures[new.tenant.name] = new
+            rebind()
+            switch_s = (time.perf_counter_ns() - began_ns) / 1e9
+        finally:
+            self._aside.discard(new)
+            new.task = None
+        if old.loaded:
+            self._aside.add(old)
+            self._begin(old, self._leave(old, "replaced", _RETIRE_REPLACED_S))
+        return Swap(replace(admission, fits=not gap_s), load_s, switch_s, gap_s)
+
+    async def _bring_proven(self, tenure: Tenure, *, may_evict: bool, gentle: bool = False) -> None:
+        """Load a model; raises NotReady, with nothing left of it, unless it proves itself as it was meant to be."""
+        await self._bring(tenure, may_evict=may_evict, gentle=gentle)
+        health = tenure.supervisor.health
+        if health.state is not State.READY or health.degraded:
+            await self._leave(tenure, "not proven", retire_s=0)
+            raise NotReady(health.degraded or health.reason or f"it is {health.state.value}")
+
+    async def _bring_instead(self, new: Tenure, old: Tenure, *, may_evict: bool) -> None:
+        """Load `new`, or when that cannot be `old` again."""
+        try:
+            await self._bring_proven(new, may_evict=may_evict)
+        except ApplianceError as error:
+            with contextlib.suppress(InsufficientMemory):
+                await self._bring(old, may_evict=may_evict)
+            if not old.loaded or old.supervisor.health.state is not State.READY:
+                msg = f"{error}; and the version before does not come back: {self.state(old.tenant.name)[1]}"
+                raise NotReady(msg) from error
+            raise
+
+    async def _recycle(self, tenure: Tenure, reason: str) -> None:
+        """Put a fresh worker of the same model in place of one that takes too much."""
+        tenant = tenure.tenant
+        twin = Tenure(tenant, tenure.supervisor.twin(), loaded=False)
+        twin.predicted, twin.peak_bytes = tenure.predicted, tenure.peak_bytes
+
+        def rebind() -> None:
+            tenant.supervisor = twin.supervisor
+
+        try:
+            swap = await self._swap(tenure, twin, rebind, may_evict=False)
+        except (InsufficientMemory, NotReady) as error:
+            log.warning("worker_not_recycled", model=tenant.name, reason=str(error))
+        else:
+            log.info("worker_recycled", model=tenant.name, reason=reason, gap_s=round(swap.gap_s, 3))
 
     # Watching
 
@@ -511,7 +642,7 @@ class Keeper:
         while True:
             await asyncio.sleep(self._rules.sample_s)
             try:
-                pids = [pid for tenure in self._tenures.values() if (pid := tenure.tenant.supervisor.pid)]
+                pids = [pid for tenure in self._all if (pid := tenure.supervisor.pid)]
                 self._judge(await asyncio.to_thread(self._sample, pids), time.monotonic())
             except Exception:  # whatever it is, the next sample must be taken
                 log.exception("memory_watch_failed")
@@ -519,14 +650,14 @@ class Keeper:
     def _judge(self, sample: Sample, now: float) -> None:
         """Do what the figures ask for."""
         self._seen = sample
-        for name, tenure in self._tenures.items():
-            pid = tenure.tenant.supervisor.pid
+        for tenure in self._all:
+            name, pid = tenure.tenant.name, tenure.supervisor.pid
             used_bytes = sample.process_bytes.get(pid) if pid else None
             if used_bytes is None or tenure.lease is None or pid is None:
                 continue
             tenure.used_bytes, tenure.peak_bytes = used_bytes, max(used_bytes, tenure.peak_bytes)
             allowed_bytes = sum(self.budget.by_term(name).values())
-            if tenure.tenant.supervisor.explores:
+            if tenure.supervisor.explores:
                 allowed_bytes += max(0, self.budget.free_bytes)
             self._limit(name, pid, allowed_bytes)
             tenure.over = tenure.over + 1 if used_bytes > allowed_bytes else 0
@@ -548,8 +679,8 @@ class Keeper:
     def _shed(self, before: Step) -> None:
         step = self.pressure.step
         log.warning("memory_pressure", step=step.name.lower(), before=before.name.lower())
-        for tenure in self._tenures.values():
-            tenure.tenant.supervisor.narrow(step >= Step.NARROW)
+        for tenure in self._all:
+            tenure.supervisor.narrow(step >= Step.NARROW)
         self._on_change()
 
     def _unload_idle(self, now: float) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import orjson
+import structlog
 
 from appliance import __version__, wire
 from appliance.core.budget import Admission
@@ -26,9 +28,21 @@ from appliance.faults import MEND, Faults, Injection
 from appliance.life import Life, StartLife
 from appliance.memory import UNLIMITED, Keeper, ModelState
 from appliance.supervisor import Supervisor
+from appliance.swap import Swap, Swaps
 from models.bundle import Manifest
-from models.errors import BadInput, DeadlineExceeded, ModelError, NotFound, TooLarge
+from models.errors import (
+    BadInput,
+    BundleError,
+    DeadlineExceeded,
+    InsufficientMemory,
+    ModelError,
+    NotFound,
+    NotReady,
+    TooLarge,
+)
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
+
+log = structlog.get_logger()
 
 PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(TensorSpec("result", "BYTES", (-1,)),))
 """A whole bundle seen as a model: encoded pictures in, JSON documents out."""
@@ -132,17 +146,18 @@ class Bundle:
         priority: int = DEFAULT_PRIORITY,
         file_bytes: int = 0,
         start_life: StartLife = Life,
+        folder: Path | None = None,
     ) -> None:
         """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file.
 
-        `priority` (lower is more important) decides who is unloaded for others; `file_bytes` are those of the graphs
-        that will be open.
+        `folder` is where a next version may come. `priority` (lower is more important) decides who is unloaded for
+        others; `file_bytes` are those of the graphs that will be open.
         """
         self.priority, self.file_bytes, self.runs = priority, file_bytes, limits.concurrency
         self.queue = limits.queue
         self.used_at = 0.0
         """When a request was answered last, in monotonic seconds."""
-        self.name, self.manifest = ways[0].name, manifest
+        self.name, self.manifest, self.folder = ways[0].name, manifest, folder
         self.digest = ways[0].digest or None
         self.supervisor = Supervisor(ways, limits, on_ready=on_ready, start_life=start_life)
         self._has_answered = False
@@ -205,7 +220,8 @@ class Bundle:
             msg = f"{request.tensors[0].shape[0]} pictures are too many for one request: send {MOST_PICTURES} or fewer"
             raise TooLarge(msg)
         graph = self._graphs.get(request.model, "")
-        answer = await self.supervisor.submit(
+        supervisor = self.supervisor  # another may take its place before it has answered
+        answer = await supervisor.submit(
             graph,
             request.tensors,
             outputs=request.outputs,
@@ -215,11 +231,11 @@ class Bundle:
         )
         self._has_answered = True
         self.used_at = time.monotonic()
-        ready = self.supervisor.ready
+        ready = supervisor.ready
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
-        degraded = self.supervisor.health.degraded or None
+        degraded = supervisor.health.degraded or None
         origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms)
 
@@ -235,20 +251,24 @@ class Service:
         facts: Callable[[], Mapping[str, Any]],
         faults: Faults | None = None,
         keeper: Keeper | None = None,
+        reread: Callable[[Bundle], Bundle | None] = lambda _bundle: None,
     ) -> None:
         """Serve `bundles`; `facts` adds what only the host or a door knows to `status`.
 
         `faults` injects faults; None where that is off. `keeper` decides which bundles are in memory; without one
-        all are.
+        all are. `reread` looks, in a thread, for another version where a bundle came from, and returns it or None;
+        it raises BundleError.
         """
         self.device_id = device_id
         self.listeners: list[Callable[[], None]] = []
         """Called on the event loop when what `status` says of a model has changed."""
         self.observers: list[Observer] = []
         """Told of each request for a model that is served, whatever became of it; must be quick."""
-        self._bundles = bundles
+        self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
-        self._facts, self._faults = facts, faults
+        self._facts, self._faults, self._reread = facts, faults, reread
+        self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._swaps: defaultdict[str, Swaps] = defaultdict(Swaps)
         self._started = time.monotonic()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._by_model = {name: bundle for bundle in bundles for name in bundle.names}
@@ -264,10 +284,70 @@ class Service:
     async def load(self, name: str, *, dry_run: bool = False) -> Admission:
         """Load a model and wait until it serves; with `dry_run` only say what it needs and who would go for it.
 
-        `name` is that of a bundle or of one of its graphs, which come together. Raises NotFound, InsufficientMemory
-        when it does not fit, NotReady when it cannot be loaded.
+        `name` is that of a bundle or of one of its graphs, which come together. Where the bundle's folder holds
+        another version than is served, that one takes its place (see `swap`); the answer then says whether memory
+        holds both at once.
+        Raises NotFound, InsufficientMemory when it does not fit, NotReady when it cannot be loaded.
         """
-        return await self._keeper.load(self._bundle(name).name, dry_run=dry_run)
+        async with self._loading[self._bundle(name).name]:
+            bundle = self._bundle(name)
+            try:
+                fresh = await asyncio.to_thread(self._reread, bundle)
+            except BundleError as error:
+                raise self._refused(bundle, error) from error
+            if fresh is None:
+                return await self._keeper.load(bundle.name, dry_run=dry_run)
+            if dry_run:
+                return self._keeper.swap_admission(fresh)
+            return (await self._swap(bundle, fresh)).admission
+
+    async def swap(self, fresh: Bundle) -> Swap:
+        """Put `fresh` in the place of the bundle of that name, and return when it serves.
+
+        It is loaded, warmed and proven beside the one that serves, where memory allows; then all its names change at
+        once. Requests that wait or run are answered by the version that they came to.
+        Raises NotFound, InsufficientMemory when it would not fit even alone, NotReady when it cannot be proven; the
+        version before then serves on.
+        """
+        async with self._loading[self._bundle(fresh.name).name]:
+            return await self._swap(self._bundle(fresh.name), fresh)
+
+    async def _swap(self, bundle: Bundle, fresh: Bundle) -> Swap:
+        taken = sorted(name for name in fresh.names if self._by_model.get(name, bundle) is not bundle)
+        if taken:
+            raise self._refused(bundle, f"it brings the name {', '.join(taken)}, which another model has")
+
+        def rebind() -> None:
+            for name in bundle.names:
+                del self._by_model[name]
+            self._by_model.update(dict.fromkeys(fresh.names, fresh))
+            self._bundles[self._bundles.index(bundle)] = fresh
+
+        try:
+            swap = await self._keeper.swap(fresh, rebind)
+        except InsufficientMemory as error:
+            self._refused(bundle, error)
+            raise
+        except NotReady as error:
+            raise self._refused(bundle, f"version {fresh.version} is not proven: {error}") from error
+        self._swaps[bundle.name].done(swap)
+        log.info(
+            "model_swapped",
+            model=bundle.name,
+            version=fresh.version,
+            before=bundle.version,
+            load_s=round(swap.load_s, 3),
+            switch_us=round(swap.switch_s * 1e6, 1),
+            gap_s=round(swap.gap_s, 3),
+        )
+        self._tell()
+        return swap
+
+    def _refused(self, bundle: Bundle, reason: object) -> NotReady:
+        """The error that says why another version does not take the place of `bundle`; it is counted and logged."""
+        log.warning("swap_refused", model=bundle.name, version=bundle.version, reason=str(reason))
+        self._swaps[bundle.name].not_done(str(reason))
+        return NotReady(f"{bundle.name} stays at version {bundle.version}: {reason}")
 
     async def unload(self, name: str) -> None:
         """Let a model answer what it holds and free its memory; it stays unloaded until `load`. Raises NotFound."""
@@ -310,8 +390,9 @@ class Service:
 
         Raises what `models.errors` says, each with its own meaning for the caller.
         """
+        as_documents = self._bundle(request.model, request.version).takes_pictures(request.model)
         response = await self._run(request)
-        if not self._bundle(request.model).takes_pictures(request.model):
+        if not as_documents:
             return response
         documents = [orjson.dumps(document) for document in _documents(response)]
         result = Tensor("result", "BYTES", (len(documents),), pack_bytes(documents))
@@ -356,8 +437,11 @@ class Service:
             "uptime_s": round(time.monotonic() - self._started, 1),
             "ready": self.ready,
             "reboot_wanted": next((health.reboot_wanted for health in self._healths if health.reboot_wanted), None),
-            "models": [_model_status(bundle, self._unready(bundle)) for bundle in self._bundles],
+            "models": [
+                _model_status(bundle, self._unready(bundle), self._swaps[bundle.name]) for bundle in self._bundles
+            ],
             "workers": [_worker_status(bundle) for bundle in self._bundles],
+            "workers_aside": self._keeper.aside(),
             "memory": self._keeper.status(),
             **self._facts(),
         }
@@ -386,8 +470,9 @@ class Service:
         timing_ms: Mapping[str, float] = {}
         try:
             self._keeper.check(request.priority)
-            if not self._keeper.awake(bundle.name):
+            while not self._keeper.awake(bundle.name):
                 await self._wake(bundle, request, started)
+                bundle = self._bundle(request.model, request.version)  # another version may have come
             with self._room(bundle, request):
                 response = await bundle.infer(request, started)
             timing_ms = response.timing_ms
@@ -458,7 +543,16 @@ def _precisions(ready: wire.Ready) -> str:
     return ", ".join(f"{graph} {info.precision}" for graph, info in sorted(ready.graphs.items()))
 
 
-def _model_status(bundle: Bundle, unready: str) -> dict[str, Any]:
+def _tolerances(manifest: Manifest, ready: wire.Ready) -> dict[str, float]:
+    """By graph, how far its golden answer may be off; an engine has that of the graph that it was made of."""
+    return {
+        graph: variants[info.precision].golden.tolerance
+        for graph, info in ready.graphs.items()
+        if info.precision in (variants := manifest.graphs[graph].variants)
+    }
+
+
+def _model_status(bundle: Bundle, unready: str, swaps: Swaps) -> dict[str, Any]:
     ready = bundle.supervisor.ready
     return {
         "name": bundle.name,
@@ -471,9 +565,12 @@ def _model_status(bundle: Bundle, unready: str) -> dict[str, Any]:
         "degraded": bundle.supervisor.health.degraded or None,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
+        "tolerance": _tolerances(bundle.manifest, ready) if ready and bundle.manifest else {},
         "waiting": bundle.supervisor.waiting,
         "running": bundle.supervisor.running,
+        "concurrency": bundle.runs,
         "service_ms": None if bundle.supervisor.service_s is None else round(bundle.supervisor.service_s * 1e3, 3),
+        "swaps": swaps.status(),
     }
 
 

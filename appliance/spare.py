@@ -32,7 +32,9 @@ class Spare:
         """Start one unless there is one; when none can be started there is none."""
         if self._life is None:
             try:
-                self._life = Life(self._arena_bytes, self._runtime, on_data=self._spoke, on_end=self._ended)
+                self._life = Life(
+                    self._arena_bytes, self._runtime, on_data=self._spoke, on_end=self._ended, gentle=True
+                )
             except OSError as error:
                 log.warning("no_spare_worker", reason=str(error.strerror))
                 return
@@ -51,11 +53,12 @@ class Spare:
         *,
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
+        gentle: bool = False,
     ) -> Life:
         """The waiting worker if it is one of these, else a new one."""
         life, fits = self._life, (arena_bytes, runtime) == (self._arena_bytes, self._runtime)
         if life is None or not fits or life.ended or life.process.poll() is not None:
-            return Life(arena_bytes, runtime, on_data=on_data, on_end=on_end)
+            return Life(arena_bytes, runtime, on_data=on_data, on_end=on_end, gentle=gentle)
         self._life = None
         asyncio.get_running_loop().remove_reader(life.pidfd)
         life.on_data, life.on_end = on_data, on_end

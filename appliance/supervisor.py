@@ -87,7 +87,7 @@ class Supervisor:
         self._start_life = start_life
         self._ways, self._limits, self._on_ready, self._rebuild = list(ways), limits, on_ready, rebuild
         self._patience = Patience(limits.calm_s, limits.quarantine_s)
-        self.health = WorkerHealth(patience=self._patience)
+        self.health = WorkerHealth(since=NEVER, patience=self._patience)  # nothing is late before the start
         self._schedule: Schedule[Work] = Schedule(limits)
         self._pumping = False
         self._ids = itertools.count(1)
@@ -97,7 +97,7 @@ class Supervisor:
         self._watch = self._new_watch()
         self._proof: int | None = None
         self._building: asyncio.Future[None] | None = None
-        self._spoiled = False
+        self._spoiled = self._gentle = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = NEVER
         self._gone = asyncio.Event()
@@ -140,13 +140,15 @@ class Supervisor:
         *,
         run_limit_bytes: int = 0,
         on_measured: Callable[[], None] = lambda: None,
+        gentle: bool = False,
     ) -> None:
         """Spawn a worker, the first one or one after `stop`; `on_change` is called after each change of `health`.
 
         `on_measured` is called when `memory` has changed; all runs together may take `run_limit_bytes` (0: no limit).
+        A `gentle` one leaves the processors to others while it loads, and is warm when it is ready.
         """
         self._loop = asyncio.get_running_loop()
-        self._on_change, self._on_measured = on_change, on_measured
+        self._on_change, self._on_measured, self._gentle = on_change, on_measured, gentle
         self._ways = [replace(way, run_limit_bytes=run_limit_bytes, memory=self.memory) for way in self._ways]
         now = time.monotonic()
         self.health = replace(self.health.renewed(now), state=State.LOADING, reason="", cause=None)
@@ -207,6 +209,7 @@ class Supervisor:
             size_bytes=sum(memoryview(tensor.data).nbytes for tensor in tensors),
         )
         replaced = self._schedule.admit(ticket)
+        self._quiet.clear()
         if replaced is not None:
             _refuse(replaced, Overloaded(f"a newer frame of source {source!r} took this one's place"))
         self._pump_soon()
@@ -318,12 +321,14 @@ class Supervisor:
         return NotReady(f"{what} restarts after a fault ({health.reason}): retry shortly")
 
     def _spawn(self) -> None:
+        gentle, self._gentle = self._gentle, False  # the next one replaces a worker that is gone: that is urgent
         try:
             life = self._start_life(
                 arena_bytes_of(self._limits),
                 self._ways[self.health.way].runtime,
                 on_data=self._receive,
                 on_end=self._hung_up,
+                gentle=gentle,
             )
         except OSError as error:  # no memory, process or descriptor left: that may pass
             self._struck(Fault.CRASH, f"no worker can be started: {error.strerror}")
@@ -334,7 +339,7 @@ class Supervisor:
         self._gone.clear()
         self._loop.add_reader(life.pidfd, self._reap, life)
         self._loop.add_reader(life.output, self._log_output, life)
-        data = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled))
+        data = wire.encode(replace(self._ways[self.health.way], spoiled=self._spoiled, gentle=gentle))
         self._spoiled = False
         life.link.send(data, [life.requests.fd, life.answers.fd])
         self._rearm()

@@ -56,6 +56,9 @@ class Open:
     """After so long without work, memory that runs have left allocated is given back."""
     memory: Memory | None = None
     """What was measured here before; the rest will be measured."""
+    gentle: bool = False
+    """Others serve meanwhile: load and prove on a thread of low priority, and once more when memory is given back, so
+    that the first request meets a warm model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,15 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker RUNTIME FD`, FD being its end of the socket pair. The first message
-opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
-small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
+Started as `python -m appliance.worker RUNTIME FD` (while others serve as `appliance.gently`), FD being its end of the
+socket pair. The first message opens the model; the worker proves it on a golden vector, says Ready, and then answers
+Runs on a small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import queue
 import signal
@@ -18,22 +19,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
+from appliance.core.budget import bucket_of
 from appliance.gauge import Meter
+from appliance.gently import gently
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
 
 if TYPE_CHECKING:
     from appliance.model import Model
 
+T = TypeVar("T")
+
 _ANSWER_WAIT_S = 10.0
 _PROGRESS_S = 0.1
 _LONGEST_MESSAGE = 2000
 _TOGETHER_S = 0.001
 """Answers of a batch wait for each other no longer than this."""
+_QUICK_S = 0.0003
+"""Runs that take less are computed by the thread that reads: to hand one over takes as long."""
+_FORGET = 1.05
+"""A run that neighbours disturbed says little, so the fastest one counts, and for less with each that is slower."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -44,6 +53,11 @@ class _Job:
     run: wire.Run
     tensors: list[Tensor]
     slots: list[Slot]
+    kind: tuple[str, int]
+    """Its graph and size class."""
+
+
+_Compute: TypeAlias = "Callable[[_Job], tuple[list[Tensor], dict[str, float]]]"
 
 
 class Worker:
@@ -52,26 +66,31 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         """Serve the daemon at the other end of `sock`."""
         self._sock = sock
+        self._reader = threading.current_thread()
         self._sending = threading.Lock()
         self._freed = threading.Condition()
         self._work: queue.SimpleQueue[list[_Job] | wire.Prove | None] = queue.SimpleQueue()
         self._wanted: set[int] = set()
         self._meter = Meter()
+        self._took_s: dict[tuple[str, int], float] = {}
+        """Of the fastest run of each graph and size class."""
+        self._whole = True
+        """Whether nothing was broken on purpose: what hangs must not keep this from reading that it is mended."""
 
-    def serve(self, runtime: str) -> int:
-        """Open the model and answer until told to stop; the exit status of the process."""
+    def serve(self, runtime: str, *, gentle: bool = False) -> int:
+        """Open the model and answer until told to stop; the exit status of the process.
+
+        With `gentle` its libraries are loaded on a thread of low priority.
+        """
         with contextlib.suppress(Exception):  # it will happen again, where it can be told
-            _load_libraries(runtime)
+            _call(lambda: _load_libraries(runtime), gentle=gentle)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
         if not isinstance(order, wire.Open):
             raise TypeError(order)
         try:
-            # Imported here, so that a library that cannot be loaded is told to the daemon like any other fault.
-            from appliance.model import Model  # noqa: PLC0415
-
-            self._model: Model = Model(order)
+            self._model: Model = _call(lambda: _open(order), gentle=order.gentle)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
             self._send([(self._model.describe(), ())])
@@ -81,6 +100,7 @@ class Worker:
         threads = [threading.Thread(target=self._run_all, daemon=True) for _ in range(order.concurrency)]
         for thread in threads:
             thread.start()
+        gc.freeze()  # what is there now stays: no collection need look at it
         self._read_all(threads)
         os._exit(0)  # the daemon is gone, or all is answered: nobody waits for what the threads still hold
 
@@ -91,13 +111,17 @@ class Worker:
             for message, payloads, slots in wire.unpack(data, self._requests):
                 if isinstance(message, wire.Run):
                     self._wanted.add(message.id)
-                    batch.append(_Job(message, wire.join(message.tensors, payloads), slots))
+                    kind = message.graph, bucket_of(sum(map(len, payloads)))
+                    batch.append(_Job(message, wire.join(message.tensors, payloads), slots, kind))
                 elif isinstance(message, wire.Stop):
                     # Reading goes on meanwhile: the last answers may need memory that the daemon has yet to free.
                     threading.Thread(target=self._leave, args=[threads], daemon=True).start()
                 else:
                     self._heed(message)
-            if batch:
+            if batch and all(map(self._quick, batch)):
+                self._answer_in_turn(batch, self._at_once)
+                self._finish(batch)
+            elif batch:
                 self._work.put(batch)
 
     def _heed(self, message: wire.Message) -> None:
@@ -108,6 +132,7 @@ class Worker:
         elif isinstance(message, wire.Break):
             if message.fault == "crash":
                 os.kill(os.getpid(), signal.SIGSEGV)
+            self._whole = False
             self._model.break_(message.fault, message.amount)
         elif isinstance(message, wire.Free):
             with self._freed:
@@ -130,11 +155,14 @@ class Worker:
             if len(work) > 1 and work[0].run.one_run:
                 self._answer_together(work)
             else:
-                self._answer_in_turn(work)
-            self._wanted.difference_update(job.run.id for job in work)
-            slots = [slot for job in work for slot in job.slots]
-            if slots:
-                self._send([(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)), ())])
+                self._answer_in_turn(work, self._compute)
+            self._finish(work)
+
+    def _finish(self, batch: Sequence[_Job]) -> None:
+        self._wanted.difference_update([job.run.id for job in batch])
+        slots = [slot for job in batch for slot in job.slots]
+        if slots:
+            self._send([(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)), ())])
 
     def give_up(self, error: BaseException) -> None:
         """Tell the daemon what this process dies of, and die; for errors that nobody else has caught."""
@@ -149,6 +177,10 @@ class Worker:
         self._meter.clean(self._model.trim)
         return self._work.get()
 
+    def _quick(self, job: _Job) -> bool:
+        """Whether the thread that reads may compute it: it is known to take next to no time, nor memory."""
+        return self._whole and not job.slots and self._took_s.get(job.kind, _QUICK_S) < _QUICK_S
+
     def _prove(self, proof: wire.Prove) -> wire.Parcel:
         try:
             self._model.prove(self._progress(proof))
@@ -156,32 +188,41 @@ class Worker:
             return wire.Error(proof.id, *_told(error)), ()
         return wire.Done(proof.id, (), {}), ()
 
-    def _answer_in_turn(self, batch: Sequence[_Job]) -> None:
+    def _answer_in_turn(self, batch: Sequence[_Job], compute: _Compute) -> None:
         """Compute one after the other; answers travel together as long as nobody waits for it."""
         parcels: list[wire.Parcel] = []
         due_at = time.monotonic() + _TOGETHER_S
         for job in batch:
-            parcels.append(self._answer(job))
+            parcels.append(self._answer(job, compute))
             if time.monotonic() >= due_at or _size_bytes(parcels) > wire.INLINE_BYTES:
                 self._reply(parcels)
                 parcels = []
                 due_at = time.monotonic() + _TOGETHER_S
         self._reply(parcels)
 
-    def _answer(self, job: _Job) -> wire.Parcel:
+    def _answer(self, job: _Job, compute: _Compute) -> wire.Parcel:
         run = job.run
         if self._unwanted(run):
             return wire.Skipped(run.id), ()
         started_at = time.monotonic()
         try:
-            with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
-                if run.graph:
-                    answer, timing_ms = self._model.infer(run.graph, job.tensors, run.outputs)
-                else:
-                    answer, timing_ms = self._model.predict(job.tensors[0], self._progress(run))
+            answer, timing_ms = compute(job)
         except Exception as error:  # a task's or a library's fault must not end the worker
             return wire.Error(run.id, *_told(error)), ()
-        return self._done(run, answer, timing_ms, time.monotonic() - started_at)
+        took_s = time.monotonic() - started_at
+        if run.graph:
+            self._took_s[job.kind] = min(took_s, self._took_s.get(job.kind, took_s) * _FORGET)
+        return self._done(run, answer, timing_ms, took_s)
+
+    def _at_once(self, job: _Job) -> tuple[list[Tensor], dict[str, float]]:
+        return self._model.infer(job.run.graph, job.tensors, job.run.outputs)
+
+    def _compute(self, job: _Job) -> tuple[list[Tensor], dict[str, float]]:
+        run = job.run
+        with self._measured(run, self._model.input_bytes(run.graph, job.tensors)):
+            if run.graph:
+                return self._model.infer(run.graph, job.tensors, run.outputs)
+            return self._model.predict(job.tensors[0], self._progress(run))
 
     def _answer_together(self, batch: Sequence[_Job]) -> None:
         """Compute all in one run; when that fails each in its own, so that a bad request fails nobody else."""
@@ -195,7 +236,7 @@ class Worker:
                 with self._measured(run, sum(self._model.input_bytes(run.graph, tensors) for tensors in requests)):
                     answers, timing_ms = self._model.infer_together(run.graph, requests, run.outputs)
             except Exception:  # whatever it is, it shows again in the run that causes it
-                self._answer_in_turn(batch)
+                self._answer_in_turn(batch, self._compute)
                 return
             # A run of fewer than were meant says nothing of what so many cost.
             took_s = time.monotonic() - started_at if len(wanted) == len(batch) else 0.0
@@ -228,6 +269,10 @@ class Worker:
     def _reply(self, parcels: Sequence[wire.Parcel]) -> None:
         """Send answers together, or one by one when that is too much; what cannot be sent at all is a failure."""
         if not parcels:
+            return
+        if threading.current_thread() is self._reader and _size_bytes(parcels) > wire.INLINE_BYTES:
+            # That may have to wait for memory to be freed, of which only this thread hears.
+            threading.Thread(target=self._reply, args=[parcels], daemon=True).start()
             return
         try:
             self._send(parcels)
@@ -273,6 +318,20 @@ def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
     return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
 
 
+def _call(call: Callable[[], T], *, gentle: bool) -> T:
+    return gently(call) if gentle else call()
+
+
+def _open(order: wire.Open) -> Model:
+    # Imported here, so that a library that cannot be loaded is told to the daemon like any other fault.
+    from appliance.model import Model  # noqa: PLC0415
+
+    model = Model(order)
+    if order.gentle:
+        model.prove(lambda: None)
+    return model
+
+
 def _load_libraries(runtime: str) -> None:
     """Import what opening a model will need, while nobody waits for it."""
     import appliance.model  # noqa: F401, PLC0415 - see `serve`
@@ -282,8 +341,8 @@ def _load_libraries(runtime: str) -> None:
         choose(runtime)
 
 
-def main() -> None:
-    """Entry of the worker process."""
+def main(*, gentle: bool = False) -> None:
+    """Entry of the worker process; with `gentle` others serve meanwhile."""
     for number in (signal.SIGINT, signal.SIGTERM):
         # What reaches the whole process group (Ctrl-C, a plain stop) is for the daemon, which then says Stop.
         signal.signal(number, signal.SIG_IGN)
@@ -293,7 +352,7 @@ def main() -> None:
     worker = Worker(sock)
     threading.excepthook = lambda failure: worker.give_up(failure.exc_value or SystemExit())
     try:
-        status = worker.serve(sys.argv[1])
+        status = worker.serve(sys.argv[1], gentle=gentle)
     except Exception as error:
         worker.give_up(error)
     else:

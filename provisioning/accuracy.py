@@ -27,7 +27,7 @@ from models.errors import BadInput
 from models.spec import Array, ModelSpec
 from models.tasks import lines as lines_task
 from models.tasks import text
-from models.tasks.reading import Reading
+from models.tasks.reading import Reading, ReadingSettings, prepare_line
 from provisioning.data import Line, Page
 
 _RESAMPLES = 2000
@@ -35,6 +35,7 @@ _POINT = 0.01
 _DIGITS = 6
 _LEAST_CHARACTERS = 2
 _FAR = 0.2
+_TINY = 1e-12
 """Edit distance, as a share of the label's length, up to which a labelled text of a page counts as found."""
 
 
@@ -68,19 +69,26 @@ class Published:
 
 
 def read_lines(
-    graph: bytes, lines: Sequence[Line], labels: Sequence[str], runtime: Runtime, threads: int, *, published: bool
+    graph: bytes,
+    lines: Sequence[Line],
+    labels: Sequence[str],
+    runtime: Runtime,
+    threads: int,
+    settings: ReadingSettings | None,
 ) -> list[str]:
-    """What a recogniser reads on each line.
+    """What a recogniser reads on each line, made to fit by the `settings` of its task.
 
-    A checkpoint, as `published`, is measured as its publishers measure it: width kept, padded to at least 320 and no
-    further.
+    None stands for a checkpoint, which is measured as its publishers measure it: width kept, padded to at least 320
+    and no further.
     """
     opened = runtime.open(graph, threads=1)
-    session: Session = Published(opened, ctc_head=True) if published else opened
+    session: Session = opened if settings else Published(opened, ctc_head=True)
 
     def read(line: Line) -> str:
-        x_NCHW = lines_task.prepare(line.picture)
-        if published:
+        if settings:
+            x_NCHW = prepare_line(line.picture, settings)
+        else:
+            x_NCHW = lines_task.prepare(line.picture)
             height, width = line.picture.shape[:2]
             content = -(-lines_task.HEIGHT * width // height)
             x_NCHW = x_NCHW[:, :, :, : max(content, lines_task.MIN_WIDTH)]
@@ -280,6 +288,30 @@ def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Ar
         both += int((a & b).sum())
         either += int((a | b).sum())
     return Agreement(round(both / either, _DIGITS) if either else 1.0, f"{len(inputs)} pictures")
+
+
+def output_agreement(original: Session, other: Session, inputs: Sequence[Mapping[str, Array]]) -> dict[str, float]:
+    """How alike the float outputs of two graphs are, over all samples.
+
+    `cosine` is the mean over samples of the cosine between all numbers of both outputs, `error` the root of the squared
+    difference over the squared output.
+    """
+    cosines, difference, whole = [], 0.0, 0.0
+    for one in inputs:
+        a, b = (_floats(session.run(one)) for session in (original, other))
+        cosines.append(float(a @ b / np.maximum(np.linalg.norm(a) * np.linalg.norm(b), _TINY)))
+        difference, whole = difference + float(((a - b) ** 2).sum()), whole + float((a**2).sum())
+    return {"cosine": round(float(np.mean(cosines)), _DIGITS), "error": round((difference / whole) ** 0.5, _DIGITS)}
+
+
+def same_outputs(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> Agreement:
+    """Mean cosine of the outputs of both."""
+    return Agreement(output_agreement(original, packed, inputs)["cosine"], f"{len(inputs)} samples")
+
+
+def _floats(outputs: Mapping[str, Array]) -> Array:
+    parts = [output.reshape(-1).astype(np.float64) for output in outputs.values() if output.dtype.kind == "f"]
+    return np.concatenate(parts)
 
 
 def _only(session: Session, inputs: Mapping[str, Array]) -> Array:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import onnx_ir as ir
+from onnx_ir.passes import common
 
 from appliance.runtime import Runtime
 from models.spec import Array
@@ -19,12 +20,16 @@ def collector(
 
     def collect(model: ir.Model, names: Sequence[str]) -> Iterator[Mapping[str, Array]]:
         watched = passes.load(passes.save(model), "the graph")
-        there = {value.name for value in (*watched.graph.inputs, *watched.graph.outputs)}
-        computed = {value.name: value for node in watched.graph for value in node.outputs}
-        watched.graph.outputs.extend(computed[name] for name in names if name not in there)
-        session = runtime.open(passes.save(watched), threads=1)
         inputs = {value.name for value in watched.graph.inputs}
         wanted = [name for name in names if name not in inputs]
+        if not wanted:
+            yield from samples
+            return
+        computed = {value.name: value for node in watched.graph for value in node.outputs}
+        watched.graph.outputs.clear()
+        watched.graph.outputs.extend(computed[name] for name in wanted)
+        common.RemoveUnusedNodesPass()(watched)  # what comes after is not run
+        session = runtime.open(passes.save(watched), threads=1)
         with ThreadPoolExecutor(threads) as pool:
             yield from pool.map(lambda one: {**one, **session.run(one, wanted)}, samples)
 

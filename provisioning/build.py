@@ -9,6 +9,7 @@ All of it in memory: writing is for `provisioning.pack`, after all gates.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from models.bundle import Accuracy, Agreement, Check, Quantized, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
 from models.spec import Array
 from models.tasks.reading import ReadingSettings
-from provisioning import data, sharing, sources
+from provisioning import data, samples, sharing, sources
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
 from provisioning.int8 import Int8
@@ -110,32 +111,52 @@ def build(
     if precision != "auto" and precision not in known:
         msg = f"no graph of the recipe has {precision}, only {', '.join(sorted(known))}: choose auto or one of those"
         raise ConfigError(msg)
-    steps = Steps(cache, report)
-    report("reading labelled data")
-    file = data.splits_for_build(folder, recipe.default_data)
-    splits = {split: data.load(folder, split, file) for split in ("calibrate", "gate")}
-    data.require_lines(folder, splits)
-    room = _Room(steps, choose(RUNTIME), recipe, splits, precision, wanted)
+    room = open_room(recipe, folder, cache, report, ("calibrate", "gate"))
+    room.precision, room.sharing = precision, wanted
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
     room.check_sharing(contents)
     labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
     graphs = {name: room.build(name, contents, labels.split("\n")) for name in recipe.recipe.graphs}
+    steps = room.steps
     if steps.done_before:
         report(f"{steps.done_before} steps done before")
-    digests = {split: its.sha256 for split, its in splits.items()}
+    digests = {split: its.sha256 for split, its in room.splits.items()}
     return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept, room.notes)
 
 
+def open_room(recipe: RecipeFile, folder: Path, cache: Cache, report: Report, splits: Sequence[str]) -> Room:
+    """What the steps for `recipe` need, with the `splits` of the labelled data in `folder`."""
+    steps = Steps(cache, report)
+    if all(graph.samples for graph in recipe.recipe.graphs.values()):
+        report("reading samples")
+        return Room(steps, choose(RUNTIME), recipe, {split: _unlabelled(recipe, folder, split) for split in splits})
+    report("reading labelled data")
+    file = data.splits_for_build(folder, recipe.default_data)
+    loaded = {split: data.load(folder, split, file) for split in splits}
+    data.require_lines(folder, loaded)
+    return Room(steps, choose(RUNTIME), recipe, loaded)
+
+
+def _unlabelled(recipe: RecipeFile, folder: Path, split: str) -> data.Split:
+    loaded = {
+        name: samples.load(graph.samples, graph.shape, folder, split)
+        for name, graph in recipe.recipe.graphs.items()
+        if graph.samples
+    }
+    digest = hashlib.sha256("".join(sha256 for _, sha256 in loaded.values()).encode()).hexdigest()
+    return data.Split((), (), digest, tensors={name: tensors for name, (tensors, _) in loaded.items()})
+
+
 @dataclass(slots=True)
-class _Room:
+class Room:
     """What the steps of all graphs share."""
 
     steps: Steps
     runtime: Runtime
     file: RecipeFile
     splits: Mapping[str, data.Split]
-    precision: str
-    sharing: Sharing | None
+    precision: str = "auto"
+    sharing: Sharing | None = None
     settings: ReadingSettings = field(init=False)
     kept: Keeping = field(init=False)
     notes: dict[str, str] = field(default_factory=dict)
@@ -151,10 +172,12 @@ class _Room:
             raise ConfigError(msg) from error
 
     def source(self, name: str) -> Source:
+        """Where the checkpoint of a graph comes from."""
         package, graph = self.file.recipe.source, self.file.recipe.graphs[name]
         return Source(package.package, package.version, graph.file, graph.sha256)
 
     def fetch(self, name: str) -> bytes:
+        """The checkpoint of a graph."""
         source = self.source(name)
         return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source))
 
@@ -163,27 +186,57 @@ class _Room:
         if self.sharing is None:
             return
         graphs = self.file.recipe.graphs
-        found = {f"{name} ({graphs[name].file})": self._attention(name, one) for name, one in contents.items()}
+        found = {f"{name} ({graphs[name].file})": self.attention(name, one) for name, one in contents.items()}
         sharing.check(found, self.sharing.kv_heads)
 
-    def _attention(self, name: str, content: bytes) -> Overview:
+    def attention(self, name: str, content: bytes) -> Overview:
+        """The attention that `content`, a graph, has."""
         found = self.steps.run("attention", name, "", [content], None, lambda: sharing.look(content, f"graph {name}"))
         return schema.load(Overview, json.loads(found))
 
     def labels(self, name: str, content: bytes) -> str:
-        key = self.file.recipe.graphs[name].labels
+        """Labels in the checkpoint of a graph, one a line; empty when it has none."""
+        graph, package = self.file.recipe.graphs[name], self.file.recipe.source
+        if graph.labels_file:
+            source = Source(package.package, package.version, graph.labels_file.file, graph.labels_file.sha256)
+            content = self.steps.run(
+                "labels", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source)
+            )
+            return content.decode().removesuffix("\n").partition("\n")[2]
+        key = graph.labels
         if not key:
             return ""
         return self.steps.run("labels", name, "", [content], key, lambda: _labels(content, key)).decode()
 
+    def inputs(self, name: str, split: str) -> list[dict[str, Array]]:
+        """What a graph gets to see of a split."""
+        return data.inputs(self.file.recipe.graphs[name].role, self.splits[split], self.settings, name)
+
+    def example(self, name: str) -> dict[str, Array]:
+        """One input of a graph, of calibration data."""
+        inputs = self.inputs(name, "calibrate")
+        return inputs[0] if self.file.recipe.graphs[name].samples else _example(inputs)
+
+    def normalised(self, name: str, content: bytes) -> bytes:
+        """A graph after its first pass."""
+        return self._passes(name, content, self.file.recipe.graphs[name].passes[:1])
+
+    def finished(self, name: str, content: bytes) -> bytes:
+        """A normalised graph after the other passes but mark, which hides what a graph consists of."""
+        passes = self.file.recipe.graphs[name].passes[1:]
+        return self._passes(name, content, [step for step in passes if step != "mark"])
+
     def build(self, name: str, published: Mapping[str, bytes], labels: Sequence[str]) -> BuiltGraph:
+        """Make every precision of a graph that is wanted, and judge it."""
         graph = self.file.recipe.graphs[name]
-        calibration = data.inputs(graph.role, self.splits["calibrate"], self.settings)
+        calibration = self.inputs(name, "calibrate")
         gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
         before_mark = graph.passes.index("mark") if "mark" in graph.passes else len(graph.passes)
-        plain = self._passes(name, graph, published[name], graph.passes[:before_mark], calibration)
-        example = _example(calibration)
-        sha256, shape = self.splits["calibrate"].sha256, example["x"].shape
+        plain = self._passes(
+            name, self._shared_if_wanted(name, self.normalised(name, published[name])), graph.passes[1:before_mark]
+        )
+        example = self.example(name)
+        sha256, shape = self.splits["calibrate"].sha256, next(iter(example.values())).shape
         int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, shape, self.notes)
         original = gate.original()
         made: dict[str, bytes] = {}
@@ -191,7 +244,7 @@ class _Room:
         verdicts: dict[str, Verdict] = {}
         for precision in self._candidates(graph):
             if precision == "fp32":
-                made[precision] = self._passes(name, graph, plain, graph.passes[before_mark:], calibration)
+                made[precision] = self._passes(name, plain, graph.passes[before_mark:])
             else:
                 made[precision], quantized[precision] = int8.make(precision)
             verdicts[precision] = gate.judge(precision, made[precision])
@@ -223,37 +276,30 @@ class _Room:
         wanted = [self.precision] if self.precision in graph.precisions else []
         return list(dict.fromkeys([*wanted, "fp32"]))
 
-    def _passes(
-        self,
-        name: str,
-        graph: GraphRecipe,
-        content: bytes,
-        steps: Sequence[str],
-        calibration: Sequence[Mapping[str, Array]],
-    ) -> bytes:
+    def _passes(self, name: str, content: bytes, steps: Sequence[str]) -> bytes:
+        graph = self.file.recipe.graphs[name]
         for step in steps:
             content = self.steps.run(step, name, "", [content], list(graph.shape), _pass(step, name, graph, content))
-            if step == "normalise":
-                content = self._shared(name, content, calibration)
         return content
 
-    def _shared(self, name: str, content: bytes, calibration: Sequence[Mapping[str, Array]]) -> bytes:
-        """`content` with its attention converted, where that is wanted and there is some."""
-        wanted = self.sharing
-        if wanted is None:
+    def _shared_if_wanted(self, name: str, content: bytes) -> bytes:
+        """`content`, normalised, with its attention converted, where that is wanted and there is some."""
+        if self.sharing is None:
             return content
-        attention = self._attention(name, content)
+        attention = self.attention(name, content)
         for node, reason in attention.not_understood.items():
             self.steps.report(f"{name}: {node} looks like attention and stays as it is: {reason}")
-        if not attention.heads:
-            return content
+        return self.shared(name, content, self.sharing) if attention.heads else content
+
+    def shared(self, name: str, content: bytes, wanted: Sharing) -> bytes:
+        """`content`, normalised, with its attention converted."""
         return self.steps.run(
             "gqa",
             name,
             "",
             [content, self.splits["calibrate"].sha256],
             [wanted.kv_heads, wanted.method],
-            lambda: sharing.share(content, wanted, calibration, self.runtime),
+            lambda: sharing.share(content, wanted, self.inputs(name, "calibrate"), self.runtime),
             asked=f"{wanted.kv_heads} key and value heads, {wanted.method}",
         )
 

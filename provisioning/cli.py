@@ -30,6 +30,7 @@ from models.errors import ApplianceError, ConfigError, WorkshopError
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
     from models.measurements import Measurements
+    from provisioning.sweep import Swept
 
 # Everything else is imported by the command that needs it: `provision --help` must not wait for onnx.
 
@@ -38,6 +39,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+_sweep = typer.Typer(no_args_is_help=True, help="Measure a graph over every value of one setting.")
+app.add_typer(_sweep, name="sweep")
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -275,6 +278,67 @@ def compile_(
     _out.print(table)
     if any(one.passport.purpose == BUILD_CHECK for one in made):
         _out.print(f"{BUILD_CHECK}: shows that the graphs compile; never executed, and not served unless asked for")
+
+
+@_sweep.command(name="gqa", epilog=_epilog("provision sweep gqa models/zoo/ppocr-v4.toml --plot gqa.svg"))
+def sweep_gqa(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (TOML) with a graph that has attention.")],
+    data: Data = None,
+    split: Annotated[
+        str, typer.Option(help="What is scored: tune (to choose by), gate (to report), calibrate.")
+    ] = "gate",
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the rows as a picture (SVG).")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Do every step again.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure every number of key and value heads that attention can share, by every method."""
+    from models import schema  # noqa: PLC0415 - see the top
+    from models.folder import write_file  # noqa: PLC0415
+    from provisioning import recipe as recipes  # noqa: PLC0415
+    from provisioning import sweep  # noqa: PLC0415
+    from provisioning.cache import Cache  # noqa: PLC0415
+
+    if plot and not plot.absolute().parent.is_dir():
+        msg = f"{plot.absolute().parent} is no folder: make it, or give another file with --plot"
+        raise ConfigError(msg)
+    read = recipes.read(recipe)
+    cache = Cache(None) if no_cache else Cache.of_user()
+    with _progress() as report:
+        swept = sweep.sweep_gqa(read, data or read.default_data, split, cache, report)
+    if plot:
+        write_file(plot, swept.to_svg().encode())
+    if as_json:
+        _print_json(schema.dump(swept))
+        return
+    _print_swept(swept)
+    if plot:
+        _out.print(f"plot: {plot}")
+
+
+def _print_swept(swept: Swept) -> None:
+    reads = swept.rows[0].reading is not None
+    quality = ("exact", "CER", "agree", "KL") if reads else ("cosine", "error")
+    measured: tuple[str, ...]
+    table = Table("heads", "method", *quality, "parameters", "MMACs", "ms", "peak MB", box=box.SIMPLE)
+    for row in swept.rows:
+        if row.reading is not None:
+            packed, agreement = row.reading["packed"], row.reading["agreement"]
+            measured = (f"{packed['exact']:.1%}", f"{packed['cer']:.2%}", f"{agreement:.1%}", f"{row.kl or 0:.5f}")
+        else:
+            measured = f"{row.cosine:.4f}", f"{row.error:.4f}"
+        costs = (
+            f"{row.parameters:,}",
+            f"{row.macs / 1e6:,.1f}",
+            f"{row.latency_ms:.1f}",
+            f"{row.peak_bytes / 1e6:.0f}",
+        )
+        table.add_row(str(row.kv_heads), row.method, *measured, *costs)
+    _out.print(
+        f"{swept.graph} of {swept.recipe}: {len(swept.blocks)} attention blocks, {swept.samples} of {swept.split}"
+    )
+    _out.print(table)
+    for node, reason in swept.not_understood.items():
+        _out.print(f"left alone: {node} looks like attention, but {reason}")
 
 
 def _accuracy_cells(measured: dict[str, Any]) -> tuple[str, str, str]:

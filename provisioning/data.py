@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -70,6 +70,8 @@ class Split:
     """Digest of names, labels and picture files."""
     left_out: int = 0
     """Lines and pages of the folder that are in another split."""
+    tensors: Mapping[str, tuple[dict[str, Array], ...]] = field(default_factory=dict)
+    """Graph -> what it is shown, where there are no lines and pages (see `provisioning.samples`)."""
 
 
 def default_folder() -> Path:
@@ -205,8 +207,13 @@ def _picture(path: Path, saw: Callable[[bytes], None]) -> Array:
         raise SourceError(msg) from error
 
 
-def inputs(role: str, split: Split, settings: reading.ReadingSettings) -> list[dict[str, Array]]:
-    """What a graph of `role` gets to see of `split`: the very tensors that the reading task hands it."""
+def inputs(role: str, split: Split, settings: reading.ReadingSettings, graph: str) -> list[dict[str, Array]]:
+    """What `graph`, of `role`, gets to see of `split`: the very tensors that the reading task hands it.
+
+    Lines alone are padded to the width of training, whatever the task's settings make of them.
+    """
+    if split.tensors:
+        return list(split.tensors[graph])
     pictures = [line.picture for line in split.lines]
     if role == "recognise":
         return [{"x": lines_task.prepare(line)} for line in pictures]

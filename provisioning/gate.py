@@ -63,6 +63,9 @@ class Gate:
         if self.graph.role == "classify":
             agreement = self._agreement(precision, content, accuracy.same_class)
             return _verdict([_kept("same_class", self.graph.gate.same_class, agreement)], agreement=agreement)
+        if self.graph.role == "encode":
+            agreement = self._agreement(precision, content, accuracy.same_outputs)
+            return _verdict([_kept("cosine", self.graph.gate.cosine, agreement)], agreement=agreement)
         return self._judge_detector(precision, content)
 
     def _judge_recogniser(self, precision: str, content: bytes) -> Verdict:
@@ -90,14 +93,15 @@ class Gate:
         return _verdict(checks, agreement=agreement, comparison=comparison or {})
 
     def _read(self, precision: str, content: bytes) -> list[str]:
-        published = precision == "original"
+        settings = None if precision == "original" else self.settings
 
         def read() -> bytes:
             lines, labels = self.split.lines, self.labels
-            return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, published=published))
+            return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, settings))
 
         inputs: list[bytes | str] = [content, self.split.sha256]
-        found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, published, read))
+        key = settings and schema.dump(settings)
+        found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, key, read))
         return found
 
     def _read_pages(self, precision: str, detector: bytes) -> list[list[str]]:
@@ -123,7 +127,7 @@ class Gate:
         def compare() -> bytes:
             original = accuracy.Published(self.runtime.open(published, threads=1))
             packed = self.runtime.open(content, threads=1)
-            inputs = data.inputs(self.graph.role, self.split, self.settings)
+            inputs = data.inputs(self.graph.role, self.split, self.settings, self.name)
             return _json(schema.dump(measure(original, packed, inputs)))
 
         inputs: list[bytes | str] = [published, content, self.split.sha256]
@@ -169,6 +173,7 @@ _WORDS = {
     "cer_drop": "the character error rate rose by",
     "found_drop": "the share of labelled page lines found fell by",
     "same_class": "same class:",
+    "cosine": "cosine of the outputs:",
     "overlap": "overlap of the text found:",
 }
 

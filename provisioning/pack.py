@@ -32,6 +32,7 @@ _LAYOUTS = {
     "detect": {"x": "NCHW", "y": "NCHW"},
     "classify": {"x": "NCHW", "y": "NC"},
     "recognise": {"x": "NCHW", "index": "NT", "probability": "NT"},
+    "encode": {},
 }
 _RUNS = 15
 
@@ -166,7 +167,7 @@ def _with_layout(spec: ModelSpec, graph: BuiltGraph) -> ModelSpec:
     layouts = _LAYOUTS[graph.role]
     return ModelSpec(
         *(
-            tuple(dataclasses.replace(tensor, layout=layouts[tensor.name]) for tensor in tensors)
+            tuple(dataclasses.replace(tensor, layout=layouts.get(tensor.name, "")) for tensor in tensors)
             for tensors in (spec.inputs, spec.outputs)
         )
     )

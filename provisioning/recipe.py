@@ -21,8 +21,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROLES = {"detect": "overlap", "classify": "same_class", "recognise": "exact_drop"}
+READING = {"detect": "overlap", "classify": "same_class", "recognise": "exact_drop"}
 """What a graph does in a reading pipeline -> the limit that its gate needs."""
+ROLES = {**READING, "encode": "cosine"}
+"""The same with what a graph does elsewhere: its outputs are only compared with themselves as published."""
+SAMPLES = ("pictures", "tokens")
 PASSES = ("normalise", "ctc_head", "mark")
 """In the order in which they are performed."""
 PRECISIONS = ("fp32", "int8", "int8-unfused")
@@ -49,6 +52,8 @@ class Gate:
     """Smallest share of lines that get the same class."""
     overlap: float | None = None
     """Smallest intersection over union of the text areas found on pages."""
+    cosine: float | None = None
+    """Smallest mean cosine between the outputs and those as published."""
     found_drop: float | None = None
     """Largest fall of the share of labelled texts on gate pages that are found, all other graphs as published."""
 
@@ -70,6 +75,32 @@ class Int8:
 
 
 @dataclass(frozen=True, slots=True)
+class Samples:
+    """What a graph that reads no text is shown (see `provisioning.samples`)."""
+
+    kind: str
+    """One of SAMPLES."""
+    count: int = 24
+    """Of each split, or as many as there are."""
+    mean: tuple[float, ...] = (0.0, 0.0, 0.0)
+    """Of pictures, subtracted from red, green and blue between 0 and 1 ..."""
+    deviation: tuple[float, ...] = (1.0, 1.0, 1.0)
+    """... before they are divided by this."""
+    vocabulary: int = 0
+    """Number of token ids."""
+    longest: int = 64
+    """Tokens of the longest sentence; shorter ones are padded to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LabelsFile:
+    """A file of the package with a label a line, the blank first and the space last."""
+
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
 class GraphRecipe:
     """One graph of the bundle."""
 
@@ -81,8 +112,11 @@ class GraphRecipe:
     precisions: tuple[str, ...]
     gate: Gate
     labels: str = ""
-    """Key of the file's metadata that holds the labels; empty when the graph has none."""
+    """Key of the file's metadata that holds the labels; empty when they are in no metadata."""
+    labels_file: LabelsFile | None = None
     int8: Int8 = field(default_factory=Int8)
+    samples: Samples | None = None
+    """For role "encode", which has no labelled data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,17 +167,9 @@ def read(path: Path) -> RecipeFile:
 
 
 def _check(recipe: Recipe, path: Path) -> None:
+    _check_samples(recipe, path)
     for name, graph in recipe.graphs.items():
-        for what, values, known in (
-            ("role", (graph.role,), tuple(ROLES)),
-            ("passes", graph.passes, PASSES),
-            ("precisions", graph.precisions, PRECISIONS),
-            ("int8.method", (graph.int8.method,), METHODS),
-        ):
-            unknown = [value for value in values if value not in known]
-            if unknown:
-                msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
-                raise ConfigError(msg)
+        _check_words(name, graph, path)
         if graph.passes[:1] != ("normalise",) or not graph.precisions:
             msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
             raise ConfigError(msg)
@@ -156,9 +182,36 @@ def _check(recipe: Recipe, path: Path) -> None:
         if graph.role == "recognise" and "ctc_head" not in graph.passes:
             msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"
             raise SourceError(msg)
-        if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(ROLES):
+        if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(READING):
             msg = f"recipe {path}: graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
             raise ConfigError(msg)
         if getattr(graph.gate, ROLES[graph.role]) is None:
             msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
             raise ConfigError(msg)
+
+
+def _check_words(name: str, graph: GraphRecipe, path: Path) -> None:
+    for what, values, known in (
+        ("role", (graph.role,), tuple(ROLES)),
+        ("passes", graph.passes, PASSES),
+        ("precisions", graph.precisions, PRECISIONS),
+        ("int8.method", (graph.int8.method,), METHODS),
+        ("samples.kind", (graph.samples.kind,) if graph.samples else (), SAMPLES),
+    ):
+        unknown = [value for value in values if value not in known]
+        if unknown:
+            msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
+            raise ConfigError(msg)
+
+
+def _check_samples(recipe: Recipe, path: Path) -> None:
+    for name, graph in recipe.graphs.items():
+        if (graph.role == "encode") != (graph.samples is not None):
+            msg = f"recipe {path}: graphs.{name}.samples is for role 'encode', which needs it"
+            raise ConfigError(msg)
+        if graph.samples and graph.precisions != ("fp32",):
+            msg = f"recipe {path}: graphs.{name} can be fp32 only: nothing measures what INT8 does to role 'encode'"
+            raise ConfigError(msg)
+    if len({graph.role == "encode" for graph in recipe.graphs.values()}) > 1:
+        msg = f"recipe {path}: graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
+        raise ConfigError(msg)

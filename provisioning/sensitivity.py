@@ -103,13 +103,14 @@ class Search:
 
 
 def work(graph: bytes, shape: Sequence[int]) -> dict[str, int]:
-    """Multiply-accumulates of each convolution and product of matrices of `graph` for an input of `shape`.
+    """Multiply-accumulates of each convolution and product of matrices of `graph` for inputs of `shape`.
 
     Fused operators count for nothing here: inline them first to see inside.
     """
     model = onnx.load_model_from_string(graph)
-    for dim, size in zip(model.graph.input[0].type.tensor_type.shape.dim, shape, strict=True):
-        dim.dim_value = size
+    for value in model.graph.input:
+        for dim, size in zip(value.type.tensor_type.shape.dim, shape, strict=True):
+            dim.dim_value = size
     del model.graph.value_info[:]
     for output in model.graph.output:
         output.type.tensor_type.ClearField("shape")

@@ -18,7 +18,8 @@ def fetch(source: Source) -> bytes:
     except metadata.PackageNotFoundError as error:
         msg = (
             f"the checkpoint package {source.package} is not installed: "
-            'run `pip install "edge-appliance[build]"` in this environment'
+            'run `pip install "edge-appliance[build]"`, and if that does not bring it '
+            f'`pip install --no-deps "{source.package}=={source.version}"`, in this environment'
         )
         raise SourceError(msg) from error
     if distribution.version != source.version:

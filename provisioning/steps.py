@@ -21,7 +21,7 @@ TOOLS = ("numpy", "onnx", "onnx-ir", "onnxruntime", "onnxscript", "opencv-python
 THREADS = 2
 """Each runs its own samples on one core, so results do not depend on how many there are."""
 
-_SHOWING = ("cli.py", "report.py", "verify.py")
+_SHOWING = ("cli.py", "plot.py", "report.py", "verify.py")
 """Code that shows what steps have made, and makes nothing."""
 
 

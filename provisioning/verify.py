@@ -14,6 +14,8 @@ from models.bundle import Check
 from models.errors import BundleError
 from models.folder import BundleFolder
 from models.measurements import fastest
+from models.tasks.lines import load_settings
+from models.tasks.reading import ReadingSettings
 from provisioning import accuracy, gate, sources
 from provisioning.data import Split
 from provisioning.report import ORIGINAL, Report
@@ -97,6 +99,8 @@ class _Room:
     def __init__(self, folder: BundleFolder, runtime: Runtime, threads: int, precision: str) -> None:
         """Choose a precision for every graph."""
         self._folder = folder
+        task = folder.manifest.task
+        self._line_settings = load_settings(ReadingSettings, task.settings if task.kind == "reading" else {})
         self._runtime = runtime
         self._threads = threads
         self._published: dict[str, bytes] = {}
@@ -137,9 +141,9 @@ class _Room:
         read = {}
         for precision in (ORIGINAL, self.precisions[name]):
             tell(f"{name} {precision}: reading {len(lines)} lines")
-            graph, published = self.graph(name, precision), precision == ORIGINAL
+            settings = None if precision == ORIGINAL else self._line_settings
             read[precision] = accuracy.read_lines(
-                graph, lines, self.labels, self._runtime, self._threads, published=published
+                self.graph(name, precision), lines, self.labels, self._runtime, self._threads, settings
             )
         original, packed = read.values()
         checks = gate.recogniser_checks(lines, original, packed, self.limits(name))

@@ -2,6 +2,7 @@
 
 Correctness is checked before any time is printed. Machines are noisy: trust the ratio, and the
 medians more than the extremes. Results go to standard output and, with --json FILE, to a file.
+With PEER_BENCH, PEERS_DIR and MODELS_DIR set, other servers are measured beside ours after that (tests/peers).
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import argparse
 import concurrent.futures
 import datetime as dt
 import json
+import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,10 +27,10 @@ import httpx
 import numpy as np
 from support.daemon import Daemon
 
+from appliance.bench.question import binary_answer, binary_request
 from appliance.runtime import choose
 from appliance.runtime.machine import cpu_name
 from models.folder import BundleFolder
-from models.spec import Array, Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = 40
@@ -53,6 +56,33 @@ def main() -> None:
     }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
+    harness = os.environ.get("PEER_BENCH")
+    if harness:
+        beside_peers(Path(harness))
+
+
+def beside_peers(harness: Path) -> None:
+    """Measure other servers and ours with `harness` (see tests/peers), and print its tables."""
+    python = Path(os.environ["PEERS_DIR"], "tools/bin/python")
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Path(shutil.copytree(harness, Path(folder) / "bench"))
+        shutil.copy(ROOT / "tests/peers/ours.sh", bench / "peers/ours.sh")
+        with (bench / "peers.toml").open("r+") as known:
+            if "[ours]" not in known.read():
+                known.write((ROOT / "tests/peers/ours.toml").read_text())
+        rows = Path(folder) / "rows.jsonl"
+        env = {**os.environ, "OURS_BIN": str(Path(sys.executable).parent)}
+        for workload, workers in (("mlp", "1"), ("rec", "2")):  # ours computes two runs at a time by default
+            subprocess.run(
+                [
+                    *(python, bench / "bench.py", "--out", rows, "--workloads", workload, "--forms", "v2bin,raw"),
+                    *("--peers", f"ours,{os.environ.get('PEERS', 'triton,fastapi')}"),
+                ],
+                check=True,
+                env={**env, "BENCH_WORKERS": workers, "OURS_MODELS": workload},
+                stdout=subprocess.DEVNULL,
+            )
+        subprocess.run([python, bench / "report.py", rows], check=True)
 
 
 def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
@@ -64,11 +94,10 @@ def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
     want = session.run(inputs)
     with Daemon(folder, "--bundle", str(bundle), "--precision", "fp32") as daemon, httpx.Client() as client:
         url = f"{daemon.url}/v2/models/ppocr-v4.rec/infer"
-        body, headers = request(inputs)
+        body, headers = binary_request(inputs)
 
         def served() -> None:
-            response = client.post(url, content=body, headers=headers)
-            have = answer(response, want)
+            have = binary_answer(client.post(url, content=body, headers=headers).raise_for_status())
             for name, array in want.items():
                 np.testing.assert_allclose(have[name], array, rtol=1e-5, atol=1e-6)
 
@@ -83,35 +112,6 @@ def measure(bundle: Path, folder: Path) -> list[dict[str, Any]]:
             what = f"recogniser served, {clients} clients, per answer"
             rows.append({"what": what, "median_ms": each_ms, "ratio": each_ms / alone_ms})
     return rows
-
-
-def request(inputs: dict[str, Array]) -> tuple[bytes, dict[str, str]]:
-    """A binary request of the protocol."""
-    tensors = [Tensor.from_array(name, array) for name, array in inputs.items()]
-    described = [
-        {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": tensor.shape,
-            "parameters": {"binary_data_size": memoryview(tensor.data).nbytes},
-        }
-        for tensor in tensors
-    ]
-    head = json.dumps({"inputs": described, "parameters": {"binary_data_output": True}}).encode()
-    return b"".join((head, *(tensor.data for tensor in tensors))), {"inference-header-content-length": str(len(head))}
-
-
-def answer(response: httpx.Response, like: dict[str, Array]) -> dict[str, Array]:
-    """Arrays of a binary answer."""
-    response.raise_for_status()
-    length = int(response.headers["inference-header-content-length"])
-    outputs, at = {}, length
-    for output in json.loads(response.content[:length])["outputs"]:
-        end = at + output["parameters"]["binary_data_size"]
-        array = np.frombuffer(response.content[at:end], like[output["name"]].dtype)
-        outputs[output["name"]] = array.reshape(output["shape"])
-        at = end
-    return outputs
 
 
 def paired(first: Callable[[], object], second: Callable[[], object]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -172,6 +173,7 @@ def role_needed(method: str, path: str) -> Role:
     return Role.INFER if method in READING else decided(path) or Role.INFER
 
 
+@lru_cache(maxsize=1024)
 def decided(path: str) -> Role | None:
     """The role that changing something at `path` needs; None when nobody has decided it, as where nothing is."""
     return next((role for pattern, role in _CHANGES if pattern.fullmatch(path)), None)
@@ -203,6 +205,7 @@ def _token_in(authorization: str) -> str:
     raise Unauthenticated("the header `authorization` holds no token: send `Bearer ...`, or Basic with it as password")
 
 
+@lru_cache(maxsize=1024)
 def _name_of(host: str) -> str:
     """The name in HOST or HOST:PORT, in small letters and without the brackets of an IPv6 address."""
     if host.startswith("["):

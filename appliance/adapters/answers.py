@@ -6,7 +6,7 @@ Every error of every path is `{"error": "one sentence"}`; the classes of `models
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from models.errors import (
     ApplianceError,
@@ -29,6 +30,7 @@ from models.errors import (
     Unauthenticated,
     Unavailable,
 )
+from models.spec import Payload
 
 STATUS: Mapping[type[ApplianceError], int] = {
     BadInput: 400,
@@ -88,37 +90,60 @@ def refusal(error: Exception) -> Json:
     return Json({"error": shortened, **figures}, status, headers)
 
 
+class Parts(Response):
+    """A body in parts, which are sent as they are; tensors are not joined to the JSON before them."""
+
+    def __init__(self, parts: Sequence[Payload], headers: list[tuple[bytes, bytes]]) -> None:
+        """Answer 200 with `parts`, borrowed until they are sent, and `headers` besides their length."""
+        self.status_code, self.background = 200, None
+        self._parts = parts
+        size_bytes = sum(map(len, parts))
+        self.raw_headers = [*headers, (b"content-length", b"%d" % size_bytes)]
+
+    async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
+        """Send it."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts[:-1]:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": self._parts[-1]})
+
+
+def answer_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
+    """The answer to any exception, and the exception again where it is a fault of ours, to be logged."""
+    if isinstance(error, ApplianceError):
+        return refusal(error), None
+    if isinstance(error, ClientDisconnect):
+        return Json({"error": "the client left before it was answered"}, 400), None
+    if isinstance(error, HTTPException):
+        return _routing(request, error), None
+    if isinstance(error, RequestValidationError):
+        return _validation(error), None
+    return Json({"error": f"a fault of the appliance, see its log: {type(error).__name__}"}, 500), error
+
+
 def add_errors(app: FastAPI) -> None:
     """Have `app` answer every exception in our form."""
 
-    async def ours(_request: Request, error: Exception) -> Response:
-        return refusal(error)
+    async def answer(request: Request, error: Exception) -> Response:
+        return answer_to(request, error)[0]
 
-    async def routing(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)  # noqa: S101 - registered for that class
-        sentence = error.detail
-        if error.status_code == HTTPStatus.NOT_FOUND:
-            sentence = "there is nothing at this path: /openapi.json lists every path"
-        elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            allowed = (error.headers or {}).get("Allow", "another verb")
-            sentence = f"this path does not take {request.method[:20]}: use {allowed}"
-        return Json({"error": sentence}, error.status_code, error.headers)
+    # The framework hands a fault of ours to the server's log by itself.
+    for kind in (Exception, ApplianceError, ClientDisconnect, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, answer)
 
-    async def validation(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for that class
-        first = error.errors()[0]
-        name = str(first["loc"][-1])
-        rule = f"it must be {_QUERY[name]}" if name in _QUERY else first["msg"]
-        return Json({"error": f"`{name}` is {str(first['input'])[:_LONGEST_QUOTE]!r}: {rule}"}, 400)
 
-    async def gone(_request: Request, _error: Exception) -> Response:
-        return Json({"error": "the client left before it was answered"}, 400)
+def _routing(request: Request, error: HTTPException) -> Response:
+    sentence = error.detail
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        sentence = "there is nothing at this path: /openapi.json lists every path"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "another verb")
+        sentence = f"this path does not take {request.method[:20]}: use {allowed}"
+    return Json({"error": sentence}, error.status_code, error.headers)
 
-    async def fault(_request: Request, error: Exception) -> Response:
-        return Json({"error": f"a fault of the appliance, see its log: {type(error).__name__}"}, 500)
 
-    app.add_exception_handler(Exception, fault)  # the server logs it with its stack
-    app.add_exception_handler(ApplianceError, ours)
-    app.add_exception_handler(ClientDisconnect, gone)
-    app.add_exception_handler(HTTPException, routing)
-    app.add_exception_handler(RequestValidationError, validation)
+def _validation(error: RequestValidationError) -> Response:
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    rule = f"it must be {_QUERY[name]}" if name in _QUERY else first["msg"]
+    return Json({"error": f"`{name}` is {str(first['input'])[:_LONGEST_QUOTE]!r}: {rule}"}, 400)

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from models.errors import BadInput, Overloaded, TooLarge
 
@@ -17,36 +19,26 @@ class Bodies:
 
     def __init__(self, *, each_bytes: int, all_bytes: int) -> None:
         """Take no body over `each_bytes`, and none for which those in hand leave no room within `all_bytes`."""
-        self._each_bytes, self._all_bytes = each_bytes, all_bytes
+        self.each_bytes, self._all_bytes = each_bytes, all_bytes
         self._held_bytes = 0
 
-    @contextlib.asynccontextmanager
-    async def of(self, request: Request) -> AsyncIterator[bytes]:
-        """The whole body of `request`, whether or not its length was announced.
+    def of(self, request: Request) -> _Body:
+        """A context that reads the whole body of `request`, whether or not its length was announced.
 
         Raises TooLarge, or Overloaded when bodies that others send take up the room.
         """
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
-        too_large = TooLarge(f"the body is over the limit of {_mebibytes(self._each_bytes)}: send a smaller one")
-        announced = request.headers.get("content-length", "")
-        if announced.isdigit() and int(announced) > self._each_bytes:
-            raise too_large
-        chunks: list[bytes] = []
-        received_bytes = 0
-        try:
-            async for chunk in request.stream():
-                received_bytes += len(chunk)
-                self._held_bytes += len(chunk)
-                if received_bytes > self._each_bytes:
-                    raise too_large
-                if self._held_bytes > self._all_bytes:
-                    msg = f"bodies of other requests fill the {_mebibytes(self._all_bytes)} there are: retry shortly"
-                    raise Overloaded(msg)
-                chunks.append(chunk)
-            yield b"".join(chunks)
-        finally:
-            self._held_bytes -= received_bytes
+        return _Body(self, request)
+
+    def take(self, size_bytes: int) -> None:
+        """Count bytes that came in; raises Overloaded, and they are counted all the same."""
+        self._held_bytes += size_bytes
+        if self._held_bytes > self._all_bytes:
+            msg = f"bodies of other requests fill the {_mebibytes(self._all_bytes)} there are: retry shortly"
+            raise Overloaded(msg)
+
+    def give_back(self, size_bytes: int) -> None:
+        """Bytes that were taken are no longer held."""
+        self._held_bytes -= size_bytes
 
     @contextlib.asynccontextmanager
     async def picture_of(self, request: Request) -> AsyncIterator[bytes]:
@@ -57,6 +49,63 @@ class Bodies:
             if not picture:
                 raise BadInput("the request carries no picture: send a JPEG or PNG as the body or as a form file")
             yield picture
+
+
+class _Body:
+    """One body, counted until the context is left."""
+
+    __slots__ = ("_bodies", "_received_bytes", "_request")
+
+    def __init__(self, bodies: Bodies, request: Request) -> None:
+        self._bodies, self._request, self._received_bytes = bodies, request, 0
+
+    async def __aenter__(self) -> bytes:
+        scope = self._request.scope
+        if header(scope, b"content-encoding", b"identity") != b"identity":
+            raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
+        limit_bytes = self._bodies.each_bytes
+        announced = header(scope, b"content-length", b"")
+        if announced.isdigit() and int(announced) > limit_bytes:
+            raise _too_large(limit_bytes)
+        try:
+            return await self._read(limit_bytes)
+        except BaseException:
+            self._give_back()
+            raise
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._give_back()
+
+    async def _read(self, limit_bytes: int) -> bytes:
+        chunks: list[bytes] = []
+        more = True
+        while more:
+            message = await self._request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            chunk: bytes = message.get("body", b"")
+            more = message.get("more_body", False)
+            self._received_bytes += len(chunk)
+            self._bodies.take(len(chunk))
+            if self._received_bytes > limit_bytes:
+                raise _too_large(limit_bytes)
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _give_back(self) -> None:
+        self._bodies.give_back(self._received_bytes)
+
+
+def header(scope: Scope, name: bytes, default: bytes) -> bytes:
+    """The first header `name` of a request, in small letters as the server gives them."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return value  # type: ignore[no-any-return] # ASGI: bytes
+    return default
+
+
+def _too_large(limit_bytes: int) -> TooLarge:
+    return TooLarge(f"the body is over the limit of {_mebibytes(limit_bytes)}: send a smaller one")
 
 
 async def _file_of_form(request: Request, body: bytes) -> bytes:

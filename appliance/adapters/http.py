@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -14,11 +16,12 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from appliance import __version__
 from appliance.adapters import about, access, oip, openapi
-from appliance.adapters.answers import Json, add_errors
-from appliance.adapters.bodies import Bodies
+from appliance.adapters.answers import Json, Parts, add_errors, answer_to
+from appliance.adapters.bodies import Bodies, header
 from appliance.adapters.metrics import Metrics
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Injection
@@ -28,13 +31,16 @@ from models.errors import BadInput, NotReady
 from models.spec import Tensor, pack_bytes
 
 T = TypeVar("T")
+_HEADER = oip.HEADER.encode()
 
 log = structlog.get_logger()
 
 _PAGE = Path(__file__).parent.parent / "web" / "index.html"
 
+_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+
 _OFF_LOOP_BYTES = 64 * 1024
-"""JSON and tensors larger than this are read and written in a thread, not on the event loop."""
+"""JSON larger than this is read and written in a thread, not on the event loop."""
 
 
 class Door:
@@ -122,11 +128,11 @@ class Door:
     async def infer(self, request: Request, model: str, version: str | None = None) -> Response:
         """Tensors in, tensors out; JSON or the binary extension."""
         info = self._service.model(model, version)
-        header_length = request.headers.get(oip.HEADER)
+        header_length = header(request.scope, _HEADER, b"").decode("latin-1") or None
         if header_length == "0":  # a raw body: only the model's own tensors say what it is
             _loaded(info)
         async with self._bodies.of(request) as body:
-            parsed = await _off_loop(len(body), lambda: oip.parse(body, header_length, info.spec))
+            parsed = await _off_loop(oip.json_bytes(body, header_length), oip.parse, body, header_length, info.spec)
             wanted = InferRequest(
                 model=model,
                 version=version,
@@ -136,24 +142,13 @@ class Door:
                 priority=parsed.priority or DEFAULT_PRIORITY,
             )
             response = await _unless_gone(request, self._service.infer(wanted))
-        origin = response.origin
-        head = {
-            "model_name": origin.model,
-            "model_version": origin.version,
-            "parameters": {
-                "runtime": origin.runtime,
-                "precision": origin.precision,
-                "trust": origin.trust,
-                "degraded": origin.degraded or "",
-            },
-        }
-        size = sum(memoryview(tensor.data).nbytes for tensor in response.tensors)
-        content, json_length = await _off_loop(size, lambda: oip.render(parsed, head, response.tensors))
-        headers = _origin_headers(origin)
+        origin, tensors = response.origin, response.tensors
+        json_bytes = sum(memoryview(one.data).nbytes for one in tensors if not parsed.wants_binary(one.name))
+        parts, json_length = await _off_loop(json_bytes, oip.render, parsed, _document(origin), tensors)
         if json_length is None:
-            return Response(content, headers=headers, media_type="application/json")
-        headers[oip.HEADER] = str(json_length)
-        return Response(content, headers=headers, media_type="application/octet-stream")
+            return Parts(parts, [*_origin_headers(origin), (b"content-type", b"application/json")])
+        length = (_HEADER, b"%d" % json_length)
+        return Parts(parts, [*_origin_headers(origin), length, (b"content-type", b"application/octet-stream")])
 
     async def predict(
         self,
@@ -200,7 +195,7 @@ class Door:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def build(service: Service, metrics: Metrics, bodies: Bodies) -> FastAPI:
+def build(service: Service, metrics: Metrics, bodies: Bodies) -> ASGIApp:
     """The application over `service`, to stand behind an `access.Gate`."""
     app = openapi.App(
         title="Edge appliance",
@@ -249,7 +244,24 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> FastAPI:
     )(door.inject)
     get("/metrics", **openapi.answers(content=openapi.TEXT))(door.metrics)
     _refuse_undecided(app)
-    return app
+
+    async def straight_or_routed(scope: Scope, receive: Receive, send: Send) -> None:
+        """Inference goes straight to the door: what a framework does around it costs more than a small model."""
+        found = _INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        if found is None:
+            await app(scope, receive, send)
+            return
+        request = Request(scope, receive)
+        fault: Exception | None = None
+        try:
+            response = await door.infer(request, *found.groups())
+        except Exception as error:  # whatever it is, it has an answer
+            response, fault = answer_to(request, error)
+        await response(scope, receive, send)
+        if fault:
+            raise fault  # for the server's log
+
+    return straight_or_routed
 
 
 def _refuse_undecided(app: FastAPI) -> None:
@@ -279,28 +291,55 @@ def _loaded(info: ModelInfo) -> ModelInfo:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; it is given up, and leaves the queue, when its client hangs up first."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
+    """What `work` returns; it is given up, and leaves the queue, when the server says that its client has gone."""
+    connection = request.scope.get("connection")
+    if connection is None:
+        return await work
+    task, gone = asyncio.current_task(), False
+
+    def give_up() -> None:
+        nonlocal gone
+        if task:
+            gone = task.cancel()
+
+    connection.when_gone(give_up)
     try:
-        # Behind a whole body only one message comes: that the client has gone.
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
+        return await work
+    except asyncio.CancelledError:
+        if gone:
+            raise ClientDisconnect from None
+        raise
     finally:
-        working.cancel()
-        leaving.cancel()
+        connection.when_gone(None)
 
 
-async def _off_loop(size_bytes: int, call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `call` returns
-    return await asyncio.to_thread(call) if size_bytes > _OFF_LOOP_BYTES else call()
+async def _off_loop(size_bytes: int, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401 - what `call` returns
+    return await asyncio.to_thread(call, *given) if size_bytes > _OFF_LOOP_BYTES else call(*given)
 
 
-def _origin_headers(origin: Origin) -> dict[str, str]:
+@lru_cache(maxsize=256)
+def _document(origin: Origin) -> dict[str, Any]:
+    """What a tensor answer says of its origin; not to be changed."""
+    return {
+        "model_name": origin.model,
+        "model_version": origin.version,
+        "parameters": {
+            "runtime": origin.runtime,
+            "precision": origin.precision,
+            "trust": origin.trust,
+            "degraded": origin.degraded or "",
+        },
+    }
+
+
+@lru_cache(maxsize=256)
+def _origin_headers(origin: Origin) -> tuple[tuple[bytes, bytes], ...]:
     headers = {
         "appliance-runtime": origin.runtime,
         "appliance-precision": origin.precision,
         "appliance-version": origin.version,
         "appliance-trust": origin.trust,
     }
-    return headers | ({"appliance-degraded": origin.degraded} if origin.degraded else {})
+    if origin.degraded:
+        headers["appliance-degraded"] = origin.degraded
+    return tuple((name.encode(), value.encode("latin-1")) for name, value in headers.items())

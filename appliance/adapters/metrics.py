@@ -182,6 +182,19 @@ class _StateCollector(Collector):
         degraded = GaugeMetricFamily("appliance_model_degraded", "1 when on a fallback.", labels=_LABELS)
         for model in status["models"]:
             degraded.add_metric([model["name"], model["version"]], float(model["degraded"] is not None))
+        swaps = CounterMetricFamily("appliance_swaps", "Hot swaps, by outcome.", labels=("model", "outcome"))
+        swapping = SummaryMetricFamily(
+            "appliance_swap_seconds", "Loading, switching, and the gap where there was one.", labels=("model", "part")
+        )
+        longest = GaugeMetricFamily("appliance_swap_longest_switch_seconds", "Of one switch.", labels=("model",))
+        for model in status["models"]:
+            name, counts = model["name"], model["swaps"]
+            for outcome in ("beside", "with_gap", "refused"):
+                swaps.add_metric([name, outcome], float(counts[outcome]))
+            for part in ("load", "switch", "gap"):
+                swapping.add_metric([name, part], counts["beside"] + counts["with_gap"], counts[f"{part}_s"])
+            longest.add_metric([name], counts["longest_switch_s"])
+        yield from (swaps, swapping, longest)
         reboot = GaugeMetricFamily("appliance_reboot_wanted", "1 when this device should be started anew.")
         reboot.add_metric([], float(status["reboot_wanted"] is not None))
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -23,6 +24,10 @@ HEADER = "inference-header-content-length"
 _SCALARS: Mapping[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}, "f": {int, float}}
 """Kind of a numpy dtype -> types of JSON values that it takes."""
 MOST_URGENT, LEAST_URGENT = 1, 10
+_REMEMBERED_BYTES = 1024
+"""A client sends the same JSON before its tensors time after time: so much of it is read only once."""
+_LENGTH_DIGITS = 12
+"""Of a terabyte: nothing has more."""
 
 _NOT_OFFERED = {
     "shared_memory_region": "memory shared with clients is not offered: send the tensor in the request",
@@ -46,12 +51,16 @@ class Request:
     priority: int | None = None
     timeout_us: int | None = None
 
+    def wants_binary(self, output: str) -> bool:
+        """Whether that output is to be sent in binary."""
+        return self.binary.get(output, self.binary_default) if self.binary else self.binary_default
+
 
 def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
     """Read a request body. `spec` is needed only for raw bodies. Raises BadInput."""
     if header_length is None:
-        return _parse(json_object(body), memoryview(b""))
-    if not header_length.isascii() or not header_length.isdigit() or len(header_length) > 12:  # noqa: PLR2004 - 1 TB
+        return _filled(_parse(body), memoryview(b""))
+    if not header_length.isascii() or not header_length.isdigit() or len(header_length) > _LENGTH_DIGITS:
         msg = f"{HEADER} is {header_length[:40]!r}: it must be the number of bytes of the JSON part"
         raise BadInput(msg)
     length = int(header_length)
@@ -60,11 +69,21 @@ def parse(body: bytes, header_length: str | None, spec: ModelSpec) -> Request:
         raise BadInput(msg)
     if length == 0:
         return _parse_raw(body, spec)
-    return _parse(json_object(body[:length]), memoryview(body)[length:])
+    read = _parse_again if length <= _REMEMBERED_BYTES else _parse
+    return _filled(read(body[:length]), memoryview(body)[length:])
 
 
-def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[bytes, int | None]:
-    """A response body, and the length of its JSON part when binary tensors follow (else None).
+def json_bytes(body: bytes, header_length: str | None) -> int:
+    """How many bytes of `body` are JSON to be read, at most."""
+    if header_length and header_length.isascii() and header_length.isdigit():
+        return min(len(body), int(header_length[:_LENGTH_DIGITS]))
+    return len(body)
+
+
+def render(
+    request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> tuple[Sequence[Payload], int | None]:
+    """A response body in parts, and the length of its JSON part when binary tensors follow (else None).
 
     Raises BadInput for outputs that JSON cannot carry by type, ModelError for values it cannot carry.
     """
@@ -72,7 +91,7 @@ def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor])
     tail: list[Payload] = []
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-        if (request.binary or {}).get(tensor.name, request.binary_default):
+        if request.wants_binary(tensor.name):
             output["parameters"] = {"binary_data_size": memoryview(tensor.data).nbytes}
             tail.append(tensor.data)
         else:
@@ -81,7 +100,7 @@ def render(request: Request, head: Mapping[str, Any], tensors: Sequence[Tensor])
     if request.id is not None:
         head = {**head, "id": request.id}
     content = orjson.dumps({**head, "outputs": outputs}, option=orjson.OPT_SERIALIZE_NUMPY)
-    return (b"".join((content, *tail)), len(content)) if tail else (content, None)
+    return ([content, *tail], len(content)) if tail else ([content], None)
 
 
 def json_object(content: bytes) -> dict[str, Any]:
@@ -96,17 +115,43 @@ def json_object(content: bytes) -> dict[str, Any]:
     return data
 
 
-def _parse(data: dict[str, Any], tail: memoryview) -> Request:
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """The JSON of a request; `sizes` are those of the binary tensors by their place in `request`, without data yet."""
+
+    request: Request
+    sizes: Mapping[int, int]
+
+
+def _filled(head: _Head, tail: memoryview) -> Request:
+    """The request of `head` with its binary tensors, which are views of `tail`."""
+    tensors = list(head.request.tensors)
+    for place, size in head.sizes.items():
+        tensor = tensors[place]
+        if size > len(tail):
+            msg = f"input {tensor.name!r}: binary_data_size is {size}, but {len(tail)} bytes of binary data are left"
+            raise BadInput(msg)
+        tensors[place] = Tensor(tensor.name, tensor.datatype, tensor.shape, tail[:size])
+        tail = tail[size:]
+    if len(tail):
+        msg = f"{len(tail)} bytes follow the last binary tensor: binary_data_size values do not add up"
+        raise BadInput(msg)
+    one = head.request
+    return Request(tensors, one.id, one.outputs, one.binary, one.binary_default, one.priority, one.timeout_us)
+
+
+def _parse(content: bytes) -> _Head:
+    data = json_object(content)
     inputs = _objects(data, "inputs")
     if not inputs:
         raise BadInput("the request has no `inputs`")
     tensors: list[Tensor] = []
-    for item in inputs:
-        tensor, tail = _input(item, tail)
+    sizes: dict[int, int] = {}
+    for place, item in enumerate(inputs):
+        tensor, size = _input(item)
         tensors.append(tensor)
-    if len(tail):
-        msg = f"{len(tail)} bytes follow the last binary tensor: binary_data_size values do not add up"
-        raise BadInput(msg)
+        if size is not None:
+            sizes[place] = size
     parameters = parameters_of(data)
     wanted = _objects(data, "outputs") if data.get("outputs") is not None else None
     names = None if not wanted else tuple(_field(item, "name", str) for item in wanted)
@@ -119,7 +164,7 @@ def _parse(data: dict[str, Any], tail: memoryview) -> Request:
     if priority and priority > LEAST_URGENT:
         msg = f"parameter `priority` is {priority}: it must be {MOST_URGENT} (most urgent) to {LEAST_URGENT}, or 0"
         raise BadInput(msg)
-    return Request(
+    request = Request(
         tensors=tensors,
         id=None if data.get("id") is None else _field(data, "id", str),
         outputs=names,
@@ -128,6 +173,10 @@ def _parse(data: dict[str, Any], tail: memoryview) -> Request:
         priority=priority,
         timeout_us=_number(parameters, "timeout"),
     )
+    return _Head(request, sizes)
+
+
+_parse_again = lru_cache(maxsize=256)(_parse)
 
 
 def _parse_raw(body: bytes, spec: ModelSpec) -> Request:
@@ -149,7 +198,8 @@ def _parse_raw(body: bytes, spec: ModelSpec) -> Request:
     return Request([Tensor(want.name, want.datatype, shape, body)], binary_default=True)
 
 
-def _input(item: dict[str, Any], tail: memoryview) -> tuple[Tensor, memoryview]:
+def _input(item: dict[str, Any]) -> tuple[Tensor, int | None]:
+    """An input, and its size when its data follows the JSON."""
     name, datatype = _field(item, "name", str), _field(item, "datatype", str)
     shape = _field(item, "shape", list)
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in shape):
@@ -158,14 +208,11 @@ def _input(item: dict[str, Any], tail: memoryview) -> tuple[Tensor, memoryview]:
     element_count(name, shape)
     size = _number(parameters_of(item), "binary_data_size")
     if size is None:
-        return Tensor(name, datatype, tuple(shape), _payload(name, datatype, shape, item.get("data"))), tail
+        return Tensor(name, datatype, tuple(shape), _payload(name, datatype, shape, item.get("data"))), None
     if "data" in item:
         msg = f"input {name!r} has both `data` and `binary_data_size`: send one of them"
         raise BadInput(msg)
-    if not 0 <= size <= len(tail):
-        msg = f"input {name!r}: binary_data_size is {size}, but {len(tail)} bytes of binary data are left"
-        raise BadInput(msg)
-    return Tensor(name, datatype, tuple(shape), tail[:size]), tail[size:]
+    return Tensor(name, datatype, tuple(shape), b""), size
 
 
 def _payload(name: str, datatype: str, shape: Sequence[int], data: object) -> bytes:

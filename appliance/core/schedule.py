@@ -41,7 +41,7 @@ chance brings at 90 % load. With 16, one in 300 is refused there, and P99 under 
 (tests/unit/test_schedule_elasticity.py plays it). So many in hand are admitted whatever they take: as many clients
 that each wait for their answer are no overload.
 """
-LEAST_WAIT_S = 0.01
+LEAST_WAIT_S = 0.05
 """Nobody is refused for less: a burst at a tiny model is over before its senders could ask again."""
 SLICE_S = 0.001
 """Work that travels to the worker at once: less would cost more in messages than in computing."""
@@ -220,12 +220,17 @@ class Schedule(Generic[T]):
         A worker holds at most twice as many batches as it computes at a time: one computes while the next is decoded.
         Each idle thread of the worker gets its own work before requests travel together.
         """
-        at_once = self._limits.concurrency
         if self._batches >= self._most_batches:
             return None
         first = self._first(now)
         if first is None:
             return None
+        at_once = self._limits.concurrency
+        if first.work_s > 0.0 and self._held_s + len(self._waiting) * first.work_s <= SLICE_S:
+            # So little that a second thread, or a third message, would cost more than they save.
+            at_once = 1
+            if self._batches >= DEPTH:
+                return None
         idle = max(at_once - self._batches, 1)
         together = 1
         if first.ticket.shares:

@@ -1,8 +1,8 @@
-"""A runtime without a model: every graph is the identity on one float tensor.
+"""A runtime without a model: every graph gives one float tensor back, times a number.
 
 It is a full implementation of the seam, so the daemon, its recovery and its memory can be
 tried and tested where no inference library exists. A graph is the JSON text
-`{"delay_s": 0.0, "weights_bytes": 0, "run_bytes": 0, "leak_bytes": 0}`; every key may be left out.
+`{"delay_s": 0.0, "scale": 1.0, "weights_bytes": 0, "run_bytes": 0, "leak_bytes": 0}`; every key may be left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class NullRuntime:
         try:
             data = json.loads(graph)
             delay_s, *sizes = (float(data.get(key, 0)) for key in _KEYS)
-            return NullSession(delay_s, *map(int, sizes), run_limit_bytes=self._run_limit_bytes)
+            scale = float(data.get("scale", 1))
+            return NullSession(delay_s, *map(int, sizes), scale=scale, run_limit_bytes=self._run_limit_bytes)
         except (ValueError, AttributeError, TypeError, OverflowError, RecursionError) as error:
             msg = f'not a null graph (JSON like {{"delay_s": 0.0}}): {error}'
             raise BundleError(msg) from error
@@ -43,7 +44,7 @@ class NullRuntime:
 
 
 class NullSession:
-    """`y` is a copy of `x` after `delay_s` seconds, during which `run_bytes` are held; `leak_bytes` are never freed."""
+    """`y` is `x` times `scale` after `delay_s`, during which `run_bytes` are held; `leak_bytes` are never freed."""
 
     spec = ModelSpec(
         inputs=(TensorSpec("x", "FP32", (-1, -1), "NC"),), outputs=(TensorSpec("y", "FP32", (-1, -1), "NC"),)
@@ -56,6 +57,7 @@ class NullSession:
         run_bytes: int = 0,
         leak_bytes: int = 0,
         *,
+        scale: float = 1.0,
         run_limit_bytes: int = 0,
     ) -> None:
         """Take `delay_s` and `run_bytes` for each run, and `weights_bytes` until closed."""
@@ -66,7 +68,7 @@ class NullSession:
             msg = "a size is below 0"
             raise ValueError(msg)
         self._delay_s, self._run_bytes, self._leak_bytes = delay_s, run_bytes, leak_bytes
-        self._run_limit_bytes = run_limit_bytes
+        self._scale, self._run_limit_bytes = np.float32(scale), run_limit_bytes
         self._weights = [_touched(weights_bytes)]
         self._open = True
 
@@ -88,7 +90,7 @@ class NullSession:
             self._weights.append(_touched(self._leak_bytes))
         time.sleep(self._delay_s)
         del held
-        return {name: x.copy() for name in names}
+        return dict.fromkeys(names, x * self._scale)
 
     def close(self) -> None:
         """See `Session.close`."""

@@ -25,6 +25,7 @@ Settings = TypeVar("Settings")
 
 HEIGHT = 48
 MIN_WIDTH = 320
+"""What PP-OCR was trained with: shorter lines are padded to it, unless a bundle's settings say otherwise."""
 MAX_WIDTH = 3200
 WIDTH_STEP = 32
 
@@ -35,6 +36,10 @@ class LinesSettings:
 
     max_width: int = MAX_WIDTH
     """A longer line is squeezed to this width, so that one picture cannot ask for unbounded memory."""
+    min_width: int = MIN_WIDTH
+    """A shorter line is padded to it, at least."""
+    min_padding: int = 0
+    """And by so much, at least, though not beyond 320: a recogniser misses the end of a text without any."""
 
 
 class Lines:
@@ -47,7 +52,9 @@ class Lines:
 
     def predict(self, picture_HWC: Array, run: Run) -> dict[str, Any]:
         """`{"lines": [{"text", "confidence", "box"}]}` with one line, whose box is the whole picture."""
-        ((text, confidence),) = recognise([picture_HWC], self._labels, run, self._settings.max_width)
+        settings = self._settings
+        prepared = prepare(picture_HWC, settings.max_width, settings.min_width, settings.min_padding)
+        ((text, confidence),) = recognise([prepared], self._labels, run)
         height, width = picture_HWC.shape[:2]
         box = [[0, 0], [width, 0], [width, height], [0, height]]
         return {"lines": [{"text": text, "confidence": confidence, "box": box}]}
@@ -69,14 +76,9 @@ def load_settings(kind: type[Settings], settings: Mapping[str, Any]) -> Settings
 
 
 def recognise(
-    lines_HWC: Sequence[Array],
-    labels: Sequence[str],
-    run: Run,
-    max_width: int = MAX_WIDTH,
-    max_batch: int = 8,
+    prepared: Sequence[Array], labels: Sequence[str], run: Run, max_batch: int = 8
 ) -> list[tuple[str, float]]:
-    """Text and confidence of each picture (uint8 BGR) of one line, in the order given."""
-    prepared = [prepare(line, max_width) for line in lines_HWC]
+    """Text and confidence of each line as `prepare` gives it, in the order given."""
     results: list[tuple[str, float]] = [("", 0.0)] * len(prepared)
     for members in batches([line.shape[3] for line in prepared], max_batch):
         outputs = run("rec", {"x": np.concatenate([prepared[i] for i in members])})
@@ -85,16 +87,18 @@ def recognise(
     return results
 
 
-def prepare(line_HWC: Array, max_width: int = MAX_WIDTH, min_width: int = MIN_WIDTH) -> Array:
+def prepare(line_HWC: Array, max_width: int = MAX_WIDTH, min_width: int = MIN_WIDTH, min_padding: int = 0) -> Array:
     """FP32 [1, 3, 48, W] of one picture (uint8 BGR): scaled to height 48, values from -1 to 1, padded right.
 
     The padding is 0, which is what PP-OCR was trained with: zeros after normalisation, a mid grey.
     W is at least `min_width` and a multiple of 32: few distinct widths mean few shapes for a runtime to plan.
+    What is shorter than 320 gets `min_padding` at least, but no more than makes it 320.
     What would be wider than `max_width` is squeezed to it.
     """
     height, width = line_HWC.shape[:2]
     content = min(max(math.ceil(HEIGHT * width / height), 1), max_width)
-    padded = max(math.ceil(content / WIDTH_STEP) * WIDTH_STEP, min_width)
+    wanted = max(content, min(content + min_padding, MIN_WIDTH), min_width)
+    padded = math.ceil(wanted / WIDTH_STEP) * WIDTH_STEP
     resized = cv2.resize(line_HWC, (content, HEIGHT), interpolation=cv2.INTER_LINEAR)
     prepared = np.zeros((1, 3, HEIGHT, padded), np.float32)
     prepared[0, :, :, :content] = resized.transpose(2, 0, 1)

@@ -19,12 +19,14 @@ import numpy as np
 
 from models.spec import Array
 from models.tasks import Run
-from models.tasks.lines import MAX_WIDTH, load_settings, prepare, recognise
+from models.tasks.lines import MAX_WIDTH, MIN_WIDTH, load_settings, prepare, recognise
 
 SIDE_STEP = 32
 """The detector halves a picture five times on the way down."""
 _DETECT_MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 _DETECT_DEVIATION = np.array([0.229, 0.224, 0.225], np.float32)
+_DETECT_VALUE = (np.arange(256, dtype=np.float32)[:, None] / 255 - _DETECT_MEAN) / _DETECT_DEVIATION
+"""What a pixel's value becomes in each channel, FP32 [256, C]."""
 _MIN_CORE = 3
 """Pixels of the probability map; text whose core is thinner cannot be read."""
 CLASSIFY_WIDTH = 192
@@ -57,6 +59,9 @@ class ReadingSettings:
     min_confidence: float = 0.5
     """Lines that were read with less are dropped."""
     max_line_width: int = MAX_WIDTH
+    min_line_width: int = MIN_WIDTH
+    min_line_padding: int = 0
+    """See `LinesSettings`."""
     max_batch: int = 8
 
 
@@ -80,7 +85,8 @@ class Reading:
         crops = [crop(picture_HWC, box) for box in boxes_N42]
         doubtful = upside_down(crops, settings, run)
         turned = [np.rot90(crops[i], 2) for i in doubtful]
-        read = recognise([*crops, *turned], self._labels, run, settings.max_line_width, settings.max_batch)
+        prepared = [prepare_line(line, settings) for line in (*crops, *turned)]
+        read = recognise(prepared, self._labels, run, settings.max_batch)
         texts = read[: len(crops)]
         for i, other_way in zip(doubtful, read[len(crops) :], strict=True):
             texts[i] = max(texts[i], other_way, key=_confidence)
@@ -98,6 +104,11 @@ def _confidence(read: tuple[str, float]) -> float:
     return read[1]
 
 
+def prepare_line(line_HWC: Array, settings: ReadingSettings) -> Array:
+    """What the recogniser gets to see of one line; see `models.tasks.lines.prepare`."""
+    return prepare(line_HWC, settings.max_line_width, settings.min_line_width, settings.min_line_padding)
+
+
 def detect(picture_HWC: Array, settings: ReadingSettings, run: Run) -> Array:
     """Boxes of text lines, float64 [N, 4, 2], in pixels of `picture_HWC`, in no particular order.
 
@@ -113,8 +124,10 @@ def detect(picture_HWC: Array, settings: ReadingSettings, run: Run) -> Array:
     padded = cv2.copyMakeBorder(
         resized, 0, -inner_height % SIDE_STEP, 0, -inner_width % SIDE_STEP, cv2.BORDER_REPLICATE
     )
-    normalised = (padded.astype(np.float32) / 255 - _DETECT_MEAN) / _DETECT_DEVIATION
-    (probability,) = run("det", {"x": np.ascontiguousarray(normalised.transpose(2, 0, 1)[None])}).values()
+    x_NCHW = np.empty((1, 3, *padded.shape[:2]), np.float32)
+    for channel, values in enumerate(_DETECT_VALUE.T):
+        cv2.LUT(cv2.extractChannel(padded, channel), np.ascontiguousarray(values), dst=x_NCHW[0, channel])
+    (probability,) = run("det", {"x": x_NCHW}).values()
     boxes_N42 = boxes_of(probability[0, 0, :inner_height, :inner_width], settings)
     return np.asarray(boxes_N42 * (width / inner_width, height / inner_height))
 

@@ -26,25 +26,30 @@ def profiles(task: TaskSpec, graph: str, spec: ModelSpec, example: Mapping[str, 
     return [{x.name: _fixed(x.shape, shapes)} for shapes in pictures]
 
 
-def width_buckets(max_width: int) -> list[tuple[int, int]]:
-    """Narrowest and widest line of each bucket, in pixels: the widest doubles until `max_width` is reached."""
+def width_buckets(max_width: int, min_width: int = MIN_WIDTH) -> list[tuple[int, int]]:
+    """Narrowest and widest line of each bucket, in pixels: the widest doubles until `max_width` is reached.
+
+    The first reaches from `min_width` to the 320 of training.
+    """
     last = -(-max_width // WIDTH_STEP) * WIDTH_STEP
-    found, low, high = [], MIN_WIDTH, MIN_WIDTH
+    least = -(-min_width // WIDTH_STEP) * WIDTH_STEP
+    found, low, high = [], least, max(least, MIN_WIDTH)
     while high < last:
         found.append((low, high))
         low, high = high + WIDTH_STEP, high * 2
-    return [*found, (min(low, max(last, MIN_WIDTH)), max(last, MIN_WIDTH))]
+    return [*found, (min(low, max(last, least)), max(last, least))]
 
 
 def _of_task(task: TaskSpec, graph: str) -> Iterator[Shapes]:
     """Shapes NCHW of the picture that goes into `graph`."""
     if task.kind == "lines" and graph == "rec":
-        yield from _lines(load_settings(LinesSettings, task.settings).max_width, 8)
+        lines = load_settings(LinesSettings, task.settings)
+        yield from _lines(lines.max_width, lines.min_width, 8)
     if task.kind != "reading":
         return
     settings = load_settings(ReadingSettings, task.settings)
     if graph == "rec":
-        yield from _lines(settings.max_line_width, settings.max_batch)
+        yield from _lines(settings.max_line_width, settings.min_line_width, settings.max_batch)
     elif graph == "cls":
         yield _batched(CLASSIFY_WIDTH, CLASSIFY_WIDTH, settings.max_batch)
     elif graph == "det":
@@ -53,8 +58,8 @@ def _of_task(task: TaskSpec, graph: str) -> Iterator[Shapes]:
         yield Shapes((1, 3, SIDE_STEP, SIDE_STEP), (1, 3, usual, usual), (1, 3, most, most))
 
 
-def _lines(max_width: int, max_batch: int) -> Iterator[Shapes]:
-    for low, high in width_buckets(min(max_width, MAX_WIDTH)):
+def _lines(max_width: int, min_width: int, max_batch: int) -> Iterator[Shapes]:
+    for low, high in width_buckets(min(max_width, MAX_WIDTH), min_width):
         yield _batched(low, high, max_batch)
 
 

@@ -253,7 +253,7 @@ def _block(model: ir.Model, softmax: ir.Node, context: Mapping[str, Any] | None)
     k_turned, k_scale = _unscaled(scores["k"])
     q, v = _heads(model, q_4d, "queries"), _heads(model, context["v"], "values")
     k = _turned_heads(model, k_turned)
-    if q.x is not k.x or q.x is not v.x:
+    if len({_plain(one.x) for one in (q, k, v)}) > 1:
         raise _UnknownError("queries, keys and values are not made of the same tensor")
     if not (q.heads, q.size) == (k.heads, k.size) == (v.heads, v.size):
         msg = f"its queries have {q.heads} heads of {q.size}, its keys {k.heads} of {k.size}, "
@@ -300,19 +300,26 @@ def _factor(number: ir.Value | None, operator: str) -> float:
 
 def _unscaled(value: ir.Value) -> tuple[ir.Value, float]:
     """What `value` is a multiple of, and the factor."""
-    value = _uncast(value)
+    value = _plain(value)
     node = value.producer()
     if node is None or node.op_type not in {"Mul", "Div"}:
         return value, 1.0
     one, other = operand(node, 0), operand(node, 1)
     if node.op_type == "Mul" and constant(one) is not None:
         one, other = other, one
-    return _uncast(one), _factor(other, node.op_type)
+    return _plain(one), _factor(other, node.op_type)
 
 
-def _uncast(value: ir.Value) -> ir.Value:
-    while (node := value.producer()) is not None and node.op_type == "Cast":
-        value = operand(node, 0)
+def _plain(value: ir.Value) -> ir.Value:
+    """What `value` was before casts and sums with nothing."""
+    while (node := value.producer()) is not None:
+        if node.op_type == "Cast":
+            value = operand(node, 0)
+            continue
+        added = [one for one in node.inputs if (array := constant(one)) is not None and array.shape in {(), (1,)}]
+        if node.op_type != "Add" or len(added) != 1 or np.any(constant(added[0])):
+            break
+        value = operand(node, 1 if node.inputs[0] is added[0] else 0)
     return value
 
 
@@ -327,7 +334,7 @@ def _turned_heads(model: ir.Model, value: ir.Value) -> _Heads:
 
 def _heads(model: ir.Model, value: ir.Value, what: str) -> _Heads:
     """Queries, keys or values [B, H, T, D]."""
-    value = _uncast(value)
+    value = _plain(value)
     if match := _match(model, _HEADS, value):
         return _cut(model, match["y"], match["shape"], what)
     part = _part(value)
@@ -383,8 +390,8 @@ def _integers(node: ir.Node, attribute: str, place: int) -> list[int]:
 
 def _cut(model: ir.Model, y: ir.Value, shape: ir.Value, what: str, axis: int = 0, part: int | None = None) -> _Heads:
     """Heads of y [B, T, W], reshaped to [B, T, H, D], or with a 3 at `axis` after T, of which `part` is meant."""
-    whole, start, stop, along = _range(_uncast(y))
-    layer = whole if along in {-1, 2} else _uncast(y)
+    whole, start, stop, along = _range(_plain(y))
+    layer = whole if along in {-1, 2} else _plain(y)
     x, linear = _linear(model, layer, what)
     columns = np.arange(linear.w.shape[1])[slice(start, stop) if layer is whole and along is not None else slice(None)]
     wanted = constant(shape)
@@ -409,7 +416,7 @@ def _linear(model: ir.Model, y: ir.Value, what: str) -> tuple[ir.Value, Linear]:
             continue
         b = constant(match["b"]) if "b" in match else np.zeros(w.shape[1], w.dtype)
         if b is not None and b.shape == w.shape[1:]:
-            return _uncast(match["x"]), Linear(w, b)
+            return match["x"], Linear(w, b)
     raise _UnknownError(_foreign(what, y))
 
 

@@ -23,7 +23,7 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from models.spec import Array
-from provisioning.passes import initializer, sizes
+from provisioning.passes import constant, initializer, sizes
 from provisioning.passes.attention import Block, Found, Linear
 from provisioning.passes.subspace import Grouped, Samples, share
 
@@ -41,7 +41,9 @@ def convert(model: ir.Model, found: Found, kv_heads: int, method: str, collect: 
         if method == "average":
             grouped = _average(block, kv_heads)
         else:
-            names = [str(value.name) for value in (block.x, block.mask) if value is not None]
+            names = [
+                str(value.name) for value in (block.x, block.mask) if value is not None and constant(value) is None
+            ]
             grouped = share(block, kv_heads, Samples(block, collect(model, names)))
         _replace(model, block, grouped, kv_heads, f"attention{number}")
     common.RemoveUnusedNodesPass()(model)
@@ -81,7 +83,9 @@ def _replace(model: ir.Model, block: Block, grouped: Grouped, kv_heads: int, nam
     y = write.linear("out", write.reshaped("context_flat", context, 0, -1, heads * size), grouped.out)
     y.shape, y.type = block.y.shape, block.y.type
     model.graph.insert_before(block.made_by, write.made)
-    block.y.replace_all_uses_with(y)
+    if block.y.is_graph_output():
+        y.name, block.y.name = block.y.name, y.name
+    block.y.replace_all_uses_with(y, replace_graph_outputs=True)
 
 
 @dataclass(slots=True)
@@ -92,6 +96,11 @@ class _Writer:
     block: Block
     name: str
     made: list[ir.Node] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """What the block computes in."""
+        return ir.DataType.from_numpy(self.block.q.w.dtype)
 
     def constant(self, what: str, array: Array) -> ir.Value:
         array = array.astype(self.block.q.w.dtype) if array.dtype.kind == "f" else array
@@ -108,7 +117,7 @@ class _Writer:
         one = ir.node(operator, inputs, attributes, num_outputs=outputs, name=f"{self.name}_{what}")
         for index, value in enumerate(one.outputs):
             value.name = f"{one.name}_{index}" if outputs > 1 else one.name
-            value.type = self.block.x.type
+            value.type = ir.TensorType(self.dtype)
         self.made.append(one)
         return list(one.outputs)
 
@@ -151,4 +160,4 @@ class _Writer:
         attention = self.node("Softmax", "softmax", self.node("Cast", "wide", scores, to=int(wide)), axis=-1)
         for node in self.made[-2:]:
             node.outputs[0].dtype = wide
-        return self.node("Cast", "attention", attention, to=int(self.block.x.dtype or ir.DataType.FLOAT))
+        return self.node("Cast", "attention", attention, to=int(self.dtype))

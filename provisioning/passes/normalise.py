@@ -1,9 +1,9 @@
 """Brings a graph, however it was exported, into the one form that the other passes rely on.
 
-Requires: a valid ONNX graph of standard operators, opset 7 to 17, with one input and one output.
-Ensures: the input is called `x`, the output `y`; opset 17, ir_version 8; constants are initializers, the shapes of
-reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into it;
-no identity, no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one
+Requires: a valid ONNX graph of standard operators, opset 7 to 17, whose inputs have one shape.
+Ensures: an only input is called `x`, an only output `y`; opset 17, ir_version 8; constants are initializers, the
+shapes of reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into
+it; no identity, no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one
 HardSwish; no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within
 rounding.
 """
@@ -29,11 +29,11 @@ _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 
 def normalise(model: ir.Model, shape: Sequence[int]) -> ir.Model:
     """Normalise `model`, whose input gets `shape` (-1 is any size); raises SourceError when it cannot be done."""
-    inputs, outputs = model.graph.inputs, model.graph.outputs
-    if len(inputs) != 1 or len(outputs) != 1 or len(inputs[0].shape or ()) != len(shape):
-        msg = f"the graph must have one output and one input with {len(shape)} axes, as its recipe says"
+    if not all(len(value.shape or ()) == len(shape) for value in model.graph.inputs):
+        msg = f"the graph must have one input with {len(shape)} axes, or several of that shape, as its recipe says"
         raise SourceError(msg)
-    inputs[0].shape = ir.Shape([size if size >= 0 else f"d{axis}" for axis, size in enumerate(shape)])
+    for value in model.graph.inputs:
+        value.shape = ir.Shape([size if size >= 0 else f"d{axis}" for axis, size in enumerate(shape)])
     # The ranks must be known before the opset changes: without them each Softmax gets a flatten and two reshapes.
     clear(model)
     _convert(model)
@@ -121,5 +121,6 @@ def _tidy(model: ir.Model) -> None:
         node.name = f"{node.op_type}_{number}"
         for value in node.outputs:
             value.name = f"{node.name}_out{value.index()}"
-    model.graph.inputs[0].name = "x"
-    model.graph.outputs[0].name = "y"
+    for values, name in ((model.graph.inputs, "x"), (model.graph.outputs, "y")):
+        if len(values) == 1:
+            values[0].name = name

@@ -1,9 +1,10 @@
 """Chooses which heads share keys and values, and the shared heads, for the smallest error on samples.
 
-Scores depend on Wq_h and Wk_h only through their product, and softmax drops what is the same for all keys, so the
-summed error of the scores of a group is that of M_h = Sq [Wq_h; bq_h] Wk_h^T Sk, with Sq^2 = E[(x,1)^T (x,1)] and
-Sk^2 = Cov(x). By Eckart and Young its best approximation of rank D, for all heads of the group at once, projects on V,
-the first D right singular vectors of the M_h below each other:
+Scores depend on Wq_h and Wk_h only through their product. To second order, a change of the scores of a time step costs
+the variance of that change under the attention paid there (the divergence between both attentions). On average that is
+the square of M_h = Sq [Wq_h; bq_h] Wk_h^T Sk, with Sq^2 = E[(x,1)^T (x,1)] and Sk^2 the covariance of x under the
+attention, averaged over heads and time steps. By Eckart and Young its best approximation of rank D, for all heads of
+the group at once, projects on V, the first D right singular vectors of the M_h below each other:
 
     Wk_G = Sk^-1 V,  bk_G = -mean(x) Wk_G,  [Wq'_h; bq'_h] = Sq^-1 M_h V = [Wq_h; bq_h] Wk_h^T Sk V
 
@@ -33,6 +34,7 @@ from itertools import combinations
 import numpy as np
 
 from models.spec import Array
+from provisioning.passes import constant
 from provisioning.passes.attention import Block, Linear
 
 _FLAT = 1e-5
@@ -67,7 +69,10 @@ class Samples:
         self._masks: list[Array] = []
         for tensors in collected:
             xs.append(tensors[str(block.x.name)])
-            mask = tensors[str(block.mask.name)] if block.mask is not None else np.zeros(1)
+            mask = np.zeros(1)
+            if block.mask is not None:
+                held = constant(block.mask)
+                mask = tensors[str(block.mask.name)] if held is None else held
             self._masks.append(mask.astype(np.float64))
         self._shapes = [x.shape[:2] for x in xs]
         self.x = np.concatenate([x.reshape(-1, x.shape[2]) for x in xs]).astype(np.float64)
@@ -126,11 +131,14 @@ def share(block: Block, kv_heads: int, samples: Samples) -> Grouped:
     x, count = samples.x, len(samples.x)
     mean = x.mean(axis=0)
     attention = list(samples.attention(block.q, block.k, heads, heads, block.scale))
-    averaged = np.zeros((width, width))
+    averaged, attended = np.zeros((width, width)), np.zeros((width, width))
     for p_BHRTT, x_B1TC in zip(attention, samples.each(x - mean, 1), strict=True):
-        seen = (p_BHRTT[:, :, 0] @ x_B1TC).reshape(-1, width)
+        p_BHTT = p_BHRTT[:, :, 0]
+        seen = (p_BHTT @ x_B1TC).reshape(-1, width)
         averaged += seen.T @ seen / (heads * count)
-    root_k, inverse_k = _roots(np.cov(x, rowvar=False, bias=True))
+        paid_BT1 = p_BHTT.sum(axis=(1, 2))[:, :, None]  # attention that each time step gets from all others
+        attended += ((paid_BT1 * x_B1TC[:, 0]).reshape(-1, width).T @ x_B1TC.reshape(-1, width)) / (heads * count)
+    root_k, inverse_k = _roots(attended - averaged)
     root_v, inverse_v = _roots(averaged)
     extended = np.concatenate([x, np.ones((count, 1))], axis=1)
     moments_q = extended.T @ extended / count

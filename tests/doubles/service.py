@@ -15,6 +15,7 @@ from appliance.faults import Injection
 from appliance.memory import ModelState
 from appliance.service import (
     PICTURES,
+    Bundle,
     InferRequest,
     InferResponse,
     ModelInfo,
@@ -23,6 +24,7 @@ from appliance.service import (
     Outcome,
     RepositoryModel,
 )
+from appliance.swap import Swap, Swaps
 from models.errors import BadInput, NotFound, NotReady
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request
 
@@ -71,6 +73,12 @@ class MemoryService:
                 raise refusal(name, admission)
             self._loaded[bundle] = True
         return admission
+
+    async def swap(self, fresh: Bundle) -> Swap:
+        """There is one version of each model; raises NotFound, NotReady."""
+        name = self.model(fresh.name).name
+        msg = f"{name} stays at version 1.0: it is made of memory"
+        raise NotReady(msg)
 
     async def unload(self, name: str) -> None:
         """Unload a model; raises NotFound."""
@@ -161,7 +169,10 @@ class MemoryService:
                     "precision": {},
                     "waiting": 0,
                     "running": 0,
+                    "concurrency": 2,
+                    "tolerance": {},
                     "service_ms": None,
+                    "swaps": Swaps(beside=2, load_s=1.5, switch_s=1e-5, longest_switch_s=7e-6).status(),
                 }
                 for info in self.models()
             ],
@@ -191,6 +202,7 @@ class MemoryService:
                     for model in self.repository()
                 ],
             },
+            "workers_aside": [],
             "workers": [
                 {
                     "pid": None,

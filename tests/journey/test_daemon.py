@@ -51,6 +51,29 @@ def test_it_serves_within_five_seconds_of_its_start(start_daemon: StartDaemon, t
     daemon.stop()
 
 
+def test_a_disk_that_takes_seconds_keeps_nobody_waiting(tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text("import os, time\nos.fsync = lambda _file: time.sleep(4)\n")
+    model = tiny.linear_model(tmp_path / "linear.onnx")
+    env = {"PYTHONPATH": str(slow), "APPLIANCE_DEVICE_ID": "slow"}
+    waits_s: list[float] = []
+    daemon = Daemon(tmp_path / "daemon", "--onnx", f"linear={model}", env=env)
+    try:
+        daemon.wait_serving()
+
+        def kept() -> bool:
+            started = time.monotonic()
+            assert daemon.http.get("/v2/health/live").status_code == 200
+            waits_s.append(time.monotonic() - started)
+            return (daemon.state_dir / "process_overhead.json").exists()
+
+        eventually(kept, "what a worker takes was written down", 60)
+        assert max(waits_s) < 3
+    finally:
+        daemon.close()
+
+
 def test_the_address_it_names_takes_connections_at_once(start_daemon: StartDaemon) -> None:
     daemon = start_daemon().wait_serving()
     assert daemon.http.get("/v2/health/live").json() == {"live": True}

@@ -151,7 +151,7 @@ def test_the_drill_lists_every_fault_with_its_recovery_time_and_leaves_everythin
     results = {one["fault"]: one for one in document["faults"]}
     print(drill.stdout)
     assert results.keys() == {*OF_WORKERS, *OF_DAEMON}
-    assert {results[fault]["verdict"] for fault in ("crash", "hang", "nan", "corrupt-plan", "broker-loss")} == {
+    assert {results[fault]["verdict"] for fault in ("crash", "hang", "nan", "corrupt-plan", "leak", "broker-loss")} == {
         "recovered"
     }
     assert {results[fault]["verdict"] for fault in ("clock-step", "disk-full")} == {"not felt"}
@@ -164,6 +164,7 @@ def test_the_drill_lists_every_fault_with_its_recovery_time_and_leaves_everythin
         assert results[fault]["detected_by"].startswith(cause)
         assert 0 < results[fault]["recovery_s"] < 60
     assert results["hang"]["recovery_s"] > 3
+    assert results["leak"]["detected_by"] == "over its lease"
     assert "504" in results["slow"]["answers"]
     x = np.eye(16, dtype=np.float32)
     assert np.allclose(binary_floats(daemon.infer("linear", x)), tiny.WEIGHTS, atol=1e-5)

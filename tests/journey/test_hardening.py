@@ -18,6 +18,8 @@ from support import tiny
 from support.daemon import Daemon, assert_refused, binary_floats, binary_request
 from support.processes import eventually, marked
 
+from appliance.bench.damage import mutated
+
 pytestmark = pytest.mark.journey
 
 MIB = 2**20
@@ -306,27 +308,6 @@ def test_requests_that_look_alike_at_once_do_not_get_each_others_answers(tiny_da
         assert np.allclose(binary_floats(answer.result(30)), x @ tiny.WEIGHTS, atol=1e-4)
     for answer in bad:
         assert_refused(answer.result(30), 400)
-
-
-def mutated(content: bytes, chance: random.Random) -> bytes:
-    """`content` with a few bytes changed, cut out, doubled or put in."""
-    data = bytearray(content)
-    for _ in range(chance.randint(1, 8)):
-        at = chance.randrange(len(data) + 1)
-        match chance.randrange(5):
-            case 0:
-                data[at : at + 1] = bytes([chance.randrange(256)])
-            case 1:
-                del data[at : at + chance.randint(1, 40)]
-            case 2:
-                data[at:at] = data[at : at + chance.randint(1, 40)]
-            case 3:
-                data[at:at] = chance.choice([b'"', b"[", b"{", b"-", b"99999999999", b"null", b"\x00", b"\xff"])
-            case _:
-                del data[at + 1 :]
-        if not data:
-            break
-    return bytes(data)
 
 
 def damaged_requests_are_answered_or_refused(daemon: Daemon, count: int) -> None:

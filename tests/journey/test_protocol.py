@@ -150,6 +150,23 @@ def test_the_stock_client_asks_whether_a_model_would_fit(
         client.load_model("linear", headers=operator, config="{}", files={"file:1/model.onnx": b"x"})
 
 
+def test_the_stock_client_unloads_a_model_and_loads_it_again(
+    tiny_daemon: Daemon, client: triton.InferenceServerClient
+) -> None:
+    def state() -> str:
+        return next(str(model["state"]) for model in client.get_model_repository_index() if model["name"] == "pair")
+
+    operator = tiny_daemon.authorized("operate")
+    client.unload_model("pair", headers=operator)
+    assert state() == "UNAVAILABLE"
+    assert not client.is_model_ready("pair")
+    with pytest.raises(InferenceServerException, match="pair"):
+        client.infer("pair", inputs({"a": A, "b": B}, binary=True))
+    client.load_model("pair", headers=operator)
+    assert state() == "READY"
+    assert np.array_equal(client.infer("pair", inputs({"a": A, "b": B}, binary=True)).as_numpy("sum"), A + B)
+
+
 @pytest.mark.skipif(not shutil.which("perf_analyzer"), reason="perf_analyzer is not installed")
 @pytest.mark.parametrize(
     "model", [("-m", "pair"), ("-m", "linear", "--shape", "x:1,16"), ("-m", "text", "--shape", "x:1")], ids=" ".join

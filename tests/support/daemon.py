@@ -28,7 +28,9 @@ APPLIANCE = Path(sys.executable).with_name("appliance")
 Floats = npt.NDArray[np.float32]
 
 
-def appliance(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def appliance(
+    *arguments: str, env: Mapping[str, str] | None = None, within_s: float = 60
+) -> subprocess.CompletedProcess[str]:
     """Run an `appliance` command to its end."""
     return subprocess.run(
         [str(APPLIANCE), *arguments],
@@ -36,7 +38,7 @@ def appliance(*arguments: str, env: Mapping[str, str] | None = None) -> subproce
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=within_s,
         check=False,
     )
 

@@ -85,3 +85,8 @@ def resident_bytes(pid: int) -> int:
     """Memory that a process holds now."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def children() -> set[int]:
+    """Process ids of our own children, zombies too."""
+    return {int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import cv2
@@ -29,6 +31,8 @@ DATATYPES = {
     "FP64": TensorProto.DOUBLE,
     "BYTES": TensorProto.STRING,
 }
+WIDTH = 512
+"""Of what `scale_model` multiplies."""
 WEIGHTS = np.random.default_rng(7).normal(size=(16, 16)).astype(np.float32)
 
 
@@ -174,6 +178,59 @@ def _write_bundle(
         provenance=Provenance("0" * 64, {}, {}, (), ()),
     )
     write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
+
+
+def scale_model(path: Path, scale: float, products: int = 0) -> Path:
+    """`y` is `x` times `scale`, FP32 [N, M], or [N, 512] after so many products with a matrix that changes nothing."""
+    names = ["x", *(f"same{i}" for i in range(products))]
+    return _save(
+        path,
+        [
+            *(helper.make_node("MatMul", [have, "one"], [gets]) for have, gets in itertools.pairwise(names)),
+            helper.make_node("Mul", [names[-1], "scale"], ["y"]),
+        ],
+        [_value("x", TensorProto.FLOAT, ["N", WIDTH if products else "M"])],
+        [_value("y", TensorProto.FLOAT, ["N", WIDTH if products else "M"])],
+        [
+            numpy_helper.from_array(np.float32([scale]), "scale"),
+            *([numpy_helper.from_array(np.eye(WIDTH, dtype=np.float32), "one")] if products else []),
+        ],
+    )
+
+
+def scale_bundle(
+    path: Path,
+    scale: float,
+    graphs: Sequence[str] = ("g",),
+    *,
+    products: int = 0,
+    null: bool = False,
+    proven: bool = True,
+    **keys: float,
+) -> Path:
+    """A bundle `scale` whose version is `scale`.0.0 (the number): `y` of each of its graphs is `x` times that number.
+
+    Its graphs are those of `scale_model`, or with `null` of the null runtime with `keys`; its golden vector is wrong
+    unless `proven`.
+    """
+    width = WIDTH if products else -1
+    spec = ModelSpec((TensorSpec("x", "FP32", (-1, width)),), (TensorSpec("y", "FP32", (-1, width)),))
+    graph = json.dumps({"scale": scale, **keys}).encode()
+    if not null:
+        graph = scale_model(path.with_suffix(".onnx"), scale, products).read_bytes()
+    x = np.ones((2, WIDTH), np.float32)
+    inputs, outputs = pack_arrays({"x": x}), pack_arrays({"y": x * np.float32(scale if proven else scale + 1)})
+    golden = Golden(Blob.of(inputs), Blob.of(outputs), tolerance=1e-6)
+    manifest = Manifest(
+        name="scale",
+        version=f"{scale:g}.0.0",
+        licence="Apache-2.0",
+        task=TaskSpec("tensors"),
+        graphs={name: Graph(spec, {"fp32": Variant(Blob.of(graph), golden)}) for name in graphs},
+        provenance=Provenance("0" * 64, {}, {}, (), ()),
+    )
+    write_bundle(path, manifest, {Blob.of(content).sha256: content for content in (graph, inputs, outputs)}, {})
+    return path
 
 
 def _value(name: str, kind: int, shape: list[int | str]) -> onnx.ValueInfoProto:

@@ -24,6 +24,14 @@ def test_rows_were_measured_on_this_version_of_the_kernel(path: Path) -> None:
     assert digests == {source_digest()}, "measure again: python -m kernels.bench --json FILE"
 
 
+def test_the_recogniser_reads_the_same_text_with_the_kernels() -> None:
+    rows = json.loads(next(path for path in RESULTS if path.stem == "h200-recogniser").read_bytes())["rows"]
+    for row in rows:
+        assert row["lines"] == 435
+        assert row["same"] >= 0.99
+        assert abs(row["cer"] - row["graph_cer"]) <= 0.001
+
+
 def test_the_v6_neck_is_three_times_as_fast_as_its_compiled_spelling() -> None:
     rows = json.loads(next(path for path in RESULTS if path.stem == "h200-v6-t40").read_bytes())["rows"]
     for batch in (1, 8):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from load.mdc import Queue, waits_of
+
+from appliance.bench.mdc import Queue, waits_of
 
 pytestmark = pytest.mark.unit
 

@@ -28,7 +28,8 @@ def tensor(name: str, array: Array) -> Tensor:
 
 def answer(asked: oip.Request, *tensors: Tensor) -> tuple[dict[str, Any], bytes]:
     """A rendered answer as its document and what follows."""
-    content, length = oip.render(asked, HEAD, tensors)
+    parts, length = oip.render(asked, HEAD, tensors)
+    content = b"".join(parts)
     length = len(content) if length is None else length
     return orjson.loads(content[:length]), content[length:]
 

@@ -43,10 +43,27 @@ def test_idle_threads_get_their_own_work_before_requests_travel_together() -> No
     schedule: Schedule[int] = Schedule(Limits(concurrency=2))
     schedule.admit(Ticket(1, 0, 0.0))
     assert schedule.next(0.0) is not None
-    schedule.finished(1, 0.0001)
+    schedule.finished(1, 0.0003)
     for i in range(2, 8):
         schedule.admit(Ticket(i, 0, 0.0))
     sizes = []
     while (batch := schedule.next(0.0)) is not None:
         sizes.append(len(batch.tickets))
     assert sizes == [3, 3]
+
+
+def test_work_that_one_thread_does_in_no_time_is_not_shared_out() -> None:
+    schedule: Schedule[int] = Schedule(Limits(concurrency=2))
+    schedule.admit(Ticket(1, 0, 0.0))
+    assert schedule.next(0.0) is not None
+    schedule.finished(1, 0.0001)
+    sizes = []
+    for arrived in ((2, 3, 4, 5, 6, 7), (8,), (9,)):
+        for i in arrived:
+            schedule.admit(Ticket(i, 0, 0.0))
+        batch = schedule.next(0.0)
+        sizes.append(len(batch.tickets) if batch else 0)
+    assert sizes == [6, 1, 0]  # a third message would only wait in the worker
+    for i in range(2, 8):
+        schedule.finished(i, 0.0001)
+    assert schedule.next(0.0) is not None

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import pytest
-from load.mdc import Queue
 
+from appliance.bench.mdc import Queue
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEPTH, FULL, Schedule, Ticket
 from models.errors import Overloaded

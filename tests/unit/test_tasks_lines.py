@@ -49,6 +49,14 @@ def test_the_width_follows_the_ratio_in_steps_between_its_limits(height: int, wi
     assert prepare(np.zeros((height, width, 3), np.uint8)).shape[3] == prepared_width
 
 
+@pytest.mark.parametrize(
+    ("width", "prepared_width"), [(10, 128), (96, 128), (97, 160), (250, 288), (300, 320), (320, 320), (330, 352)]
+)
+def test_a_short_line_is_padded_as_the_settings_say_but_never_beyond_320(width: int, prepared_width: int) -> None:
+    line = np.zeros((48, width, 3), np.uint8)
+    assert prepare(line, min_width=128, min_padding=32).shape[3] == prepared_width
+
+
 def test_lines_of_different_width_never_share_a_batch() -> None:
     widths = [320, 640, 320, 320, 352, 320]
     groups = batches(widths, 3)
@@ -62,7 +70,8 @@ def test_answers_come_back_in_the_order_of_the_lines() -> None:
         return {"index": 1 + is_bright, "probability": np.ones(is_bright.shape, np.float32)}
 
     dark, bright = (np.full((10, width, 3), value, np.uint8) for width, value in ((300, 9), (20, 250)))
-    read = recognise([dark, bright, bright, dark, bright], LABELS, run, max_batch=2)
+    lines = [prepare(line) for line in (dark, bright, bright, dark, bright)]
+    read = recognise(lines, LABELS, run, max_batch=2)
     assert [text for text, _ in read] == ["a", "b", "b", "a", "b"]
 
 

@@ -1,7 +1,8 @@
 """A load client whose arrival times are drawn in advance: nothing it waits for makes it send later.
 
-It runs as a process of its own: `python client.py PLAN ANSWERS`, both files in the form of `numpy.savez`. Latency
-counts from the moment at which a request was due, so a server that stalls is charged for all who came meanwhile.
+It runs as a process of its own: `python -m appliance.bench.openloop PLAN ANSWERS`, both files in the form of
+`numpy.savez`. Latency counts from the moment at which a request was due, so a server that stalls is charged for all
+who came meanwhile.
 One thread, raw sockets and `select`, whose timeouts are finer than the millisecond of an event loop.
 """
 
@@ -21,13 +22,15 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from models.errors import ApplianceError
+
 Floats = npt.NDArray[np.float64]
 
 _LEAD_S = 0.2
 _LONGEST_S = 30.0
 """After the last arrival, for the last answers."""
 _CHUNK_BYTES = 1 << 18
-_MOST_CONNECTIONS = 800
+MOST_CONNECTIONS = 800
 """`select` takes no descriptor above 1023."""
 
 
@@ -45,16 +48,23 @@ class Answers:
     """How much later than due it was sent: the client's own fault."""
 
 
-def run(address: tuple[str, int], request: bytes, due_s: Floats, *, at_once: int = _MOST_CONNECTIONS) -> Answers:
+def run(address: tuple[str, int], request: bytes, due_s: Floats, *, at_once: int = MOST_CONNECTIONS) -> Answers:
     """Send `request` at each moment of `due_s`, seconds from the start; in a new process.
 
     With few connections `at_once` and all moments 0 it is a closed loop instead, for measuring capacity.
+    `request` is all that is sent, headers too. Raises ApplianceError when the daemon is not there.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan, answers = Path(folder) / "plan.npz", Path(folder) / "answers.npz"
         body = np.frombuffer(request, np.uint8)
         np.savez(plan, host=address[0], port=address[1], due_s=due_s, request=body, at_once=at_once)
-        subprocess.run([sys.executable, __file__, str(plan), str(answers)], check=True)
+        ended = subprocess.run(  # noqa: S603 - ourselves
+            [sys.executable, "-m", __name__, str(plan), str(answers)], stderr=subprocess.PIPE, text=True, check=False
+        )
+        if ended.returncode:
+            why = (ended.stderr.strip().splitlines() or ["no reason given"])[-1]
+            msg = f"the load client failed ({why}): see that the daemon is there"
+            raise ApplianceError(msg)
         with np.load(answers) as found:
             return Answers(**{name: found[name] for name in found.files})
 
@@ -100,7 +110,8 @@ class _Connection:
             if end < 0:
                 return False
             head = bytes(self.received[:end]).lower()
-            length = head.partition(b"content-length:")[2].partition(b"\r\n")[0]
+            # With its line's start: the protocol has a header of its own that ends in these words.
+            length = head.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0]
             self.expected_bytes = end + 4 + int(length)
         return len(self.received) >= self.expected_bytes
 
