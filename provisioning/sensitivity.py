@@ -5,7 +5,7 @@ graph, in nats a decision; a decision is one time step of a recogniser, one pict
 detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
 off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
 error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) The best is kept in float, the next
-few are measured again, and so on until the budget of multiply-accumulates is spent or nothing gains a tenth any more.
+few are measured again, and so on until the budget of multiply-accumulates is spent or no gain is worth it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from provisioning.passes import operand, quantize, sizes
 _TINY = 1e-7
 _AGAIN = 6
 """Candidates that are measured again after each choice: the gains of the others are taken as they were."""
-_WORTH = 0.1
+_WORTH = 0.05
 """A choice has to take this share off the divergence that is left."""
 
 
