@@ -22,11 +22,6 @@ from models.errors import BundleError
 FORMAT = 1
 ENGINES = "engines"
 """Folder of a bundle that holds a folder for each target."""
-TARGETS: Mapping[str, str] = {"orin-nano": "8.7", "orin-nx": "8.7", "agx-orin": "8.7", "a100": "8.0", "rtx": "8.6"}
-"""Target that engines are compiled for -> compute capability of its GPU."""
-BACKENDS = ("tensorrt", "tensorrt-rtx")
-SERVE, BUILD_CHECK = "serve", "build-check"
-"""Purposes: compiled on the kind of device that runs it, or only to see that it can be compiled."""
 NEVER = "never"
 
 

@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from appliance import __version__
-from models.engine import BACKENDS, BUILD_CHECK
-from models.engine import TARGETS as ENGINE_TARGETS
 from models.errors import ApplianceError, ConfigError, WorkshopError
+from models.targets import BACKENDS, BUILD_CHECK
+from models.targets import TARGETS as ENGINE_TARGETS
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from appliance.runtime import tensorrt
 from models.bundle import Blob, Graph
-from models.engine import BACKENDS, BUILD_CHECK, ENGINES, NEVER, SERVE, TARGETS, Passport, stem
+from models.engine import ENGINES, NEVER, Passport, stem
 from models.errors import ConfigError, WorkshopError
 from models.folder import BundleFolder, blob_path, write_file
+from models.targets import BACKENDS, BUILD_CHECK, SERVE, TARGETS
 from models.tasks import shapes
 from provisioning.cache import Cache
 from provisioning.engines import child

@@ -112,7 +112,7 @@ def test_a_model_that_fits_only_in_place_of_a_busy_one_is_refused_with_the_figur
 def test_a_leaking_model_is_recycled_when_it_outgrows_its_lease_and_loses_no_request(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
-    daemon = start(start_daemon, tmp_path, {"leak": {"leak_bytes": 2 * MIB, "delay_s": 0.005}})
+    daemon = start(start_daemon, tmp_path, {"leak": {"leak_bytes": 2 * MIB, "delay_s": 0.05}})
     settle(daemon)
     pid = daemon.worker_pid("leak")
     enough = threading.Event()

@@ -16,7 +16,8 @@ from doubles.tensorrt import StandInTensorRt
 from appliance.runtime import tensorrt
 from kernels.launch import Driver
 from models.bundle import Blob
-from models.engine import NEVER, SERVE, Passport, Shapes
+from models.engine import NEVER, Passport, Shapes
+from models.targets import SERVE
 from provisioning.engines import builder
 
 ANY = Shapes((0, 0), (8, 8), (512, 512))

@@ -90,18 +90,18 @@ def test_pages_must_be_json_objects(folder: Path) -> None:
 
 def test_each_role_sees_what_the_task_would_hand_it() -> None:
     split, settings = data.load(OURS, "gate"), ReadingSettings()
-    recognise = data.inputs("recognise", split, settings)
+    recognise = data.inputs("recognise", split, settings, "rec")
     assert {one["x"].shape[:3] for one in recognise} == {(1, 3, 48)}
     assert len(recognise) == 128
-    classify = data.inputs("classify", split, settings)
+    classify = data.inputs("classify", split, settings, "cls")
     assert {one["x"].shape for one in classify} == {(2, 3, 48, 192)}
-    pages = data.inputs("detect", split, settings)
+    pages = data.inputs("detect", split, settings, "det")
     assert len(pages) == 2
     assert all(one["x"].dtype == np.float32 and not one["x"].shape[3] % 32 for one in pages)
 
 
 def test_without_pages_some_lines_are_shown_to_the_detector() -> None:
-    assert len(data.inputs("detect", data.load(OURS, "calibrate"), ReadingSettings())) == 24
+    assert len(data.inputs("detect", data.load(OURS, "calibrate"), ReadingSettings(), "det")) == 24
 
 
 def test_a_build_divides_a_folder_without_splits_by_those_of_the_project(folder: Path, tmp_path: Path) -> None:
