@@ -102,7 +102,7 @@ class Load:
     async def _ask(self) -> None:
         while not self._enough:
             self.versions[(await ask(self.service)).origin.version] += 1
-            await asyncio.sleep(0.002)  # half the machine is left to those who load
+            await asyncio.sleep(0.01)  # much of the machine is left to those who load
 
 
 def versions(folder: Path, **sizes: float) -> list[Path]:
@@ -144,7 +144,7 @@ def test_swaps_under_load_fail_no_request_and_every_answer_is_of_the_version_it_
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2400)
 def test_a_thousand_swaps_under_load_fail_no_request_and_each_switches_within_100_microseconds(tmp_path: Path) -> None:
     done = asyncio.run(swap_under_load(tmp_path, 1000))
     assert not any(swap.gap_s for swap in done)
