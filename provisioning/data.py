@@ -207,7 +207,7 @@ def _picture(path: Path, saw: Callable[[bytes], None]) -> Array:
         raise SourceError(msg) from error
 
 
-def inputs(role: str, split: Split, settings: reading.ReadingSettings, graph: str) -> list[dict[str, Array]]:
+def inputs(role: str, split: Split, settings: reading.ReadingSettings, graph: str = "") -> list[dict[str, Array]]:
     """What `graph`, of `role`, gets to see of `split`: the very tensors that the reading task hands it.
 
     Lines alone are padded to the width of training, whatever the task's settings make of them.

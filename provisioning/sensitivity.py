@@ -24,6 +24,8 @@ from models.spec import Array
 from provisioning import passes
 from provisioning.passes import operand, quantize, sizes
 
+WORKING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
+"""Operators whose multiply-accumulates count."""
 _TINY = 1e-7
 _AGAIN = 6
 """Candidates that are measured again after each choice: the gains of the others are taken as they were."""
@@ -115,7 +117,7 @@ def work(graph: bytes, shape: Sequence[int]) -> dict[str, int]:
     for output in model.graph.output:
         output.type.tensor_type.ClearField("shape")
     inferred = ir.from_proto(onnx.shape_inference.infer_shapes(model, data_prop=True))
-    return {str(node.name): macs for node in inferred.graph if (macs := _macs(node))}
+    return {str(node.name): macs for node in inferred.graph if (macs := macs_of(node))}
 
 
 def int8_share(graph: bytes, shape: Sequence[int]) -> float:
@@ -132,8 +134,9 @@ def _reads_int8(node: ir.Node) -> bool:
     return maker is not None and maker.op_type == "DequantizeLinear"
 
 
-def _macs(node: ir.Node) -> int:
-    if node.op_type not in {"Conv", "ConvTranspose", "Gemm", "MatMul"}:
+def macs_of(node: ir.Node) -> int:
+    """Multiply-accumulates of one operator, whose tensors have known sizes; raises SourceError when they have not."""
+    if node.op_type not in WORKING:
         return 0
     read, weights, made = (sizes(value) for value in (operand(node, 0), operand(node, 1), node.outputs[0]))
     if min((*read, *weights, *made), default=-1) < 0:

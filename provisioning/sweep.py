@@ -154,7 +154,7 @@ class _Sweep:
         rows = []
         for key, content in served.items():
             self.report(f"{key[0]} heads, {key[1]}: memory")
-            weights, macs = _size(content, example)
+            weights, macs = _size(content, example, self.room.runtime)
             peak = peak_bytes(content, example)
             rows.append(Row(*key, weights, macs, latency_ms[str(key)], peak, **measured[key]))
         return Swept(
@@ -224,12 +224,23 @@ def _read_and_compare(
     return [text for text, _ in found], round(float(np.mean([kl for _, kl in found])), _DIGITS)
 
 
-def _size(content: bytes, example: Mapping[str, Array]) -> tuple[int, int]:
-    """Numbers in the weights of a graph, and multiply-accumulates for `example`."""
-    from provisioning import passes, sensitivity  # noqa: PLC0415 - onnx is slow to import
+def _size(content: bytes, example: Mapping[str, Array], runtime: Runtime) -> tuple[int, int]:
+    """Numbers in the weights of a graph, and multiply-accumulates for `example`.
+
+    The graph runs for that: not every size in every graph can be told from the size of its input.
+    """
+    import onnx_ir as ir  # noqa: PLC0415 - onnx is slow to import
+
+    from provisioning import passes, sensitivity  # noqa: PLC0415
+    from provisioning.activations import collector  # noqa: PLC0415
 
     model = passes.load(content, "the graph")
     arrays = (passes.constant(value) for value in model.graph.initializers.values())
     weights = sum(array.size for array in arrays if array is not None and array.dtype.kind == "f")
-    shape = next(iter(example.values())).shape
-    return weights, sum(sensitivity.work(content, shape).values())
+    working = [node for node in model.graph if node.op_type in sensitivity.WORKING]
+    tensors = {str(value.name): value for node in working for value in (*node.inputs[:2], *node.outputs) if value}
+    computed = [name for name, value in tensors.items() if passes.constant(value) is None]
+    for name, array in next(iter(collector([example], runtime, 1)(model, computed))).items():
+        if name in tensors:
+            tensors[name].shape = ir.Shape(array.shape)
+    return weights, sum(sensitivity.macs_of(node) for node in working)
