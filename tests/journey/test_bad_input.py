@@ -19,7 +19,7 @@ from support.workshop import Workshop, reason
 
 from models.folder import BundleFolder
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 WHAT = f"{checkpoint.FILE} of {checkpoint.PACKAGE}"
 

@@ -13,7 +13,7 @@ from support.daemon import Daemon, StartDaemon, appliance
 from appliance.bench.measure import Bench, Findings, Plan
 from models.errors import ApplianceError
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 DIMENSIONS = ["Speed", "Cost", "Elasticity", "Stability", "Repeatability", "Recovery"]
 

@@ -15,7 +15,7 @@ from support.processes import eventually
 
 from appliance.faults import OF_DAEMON, OF_WORKERS
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 DRILL = {"APPLIANCE_FAULTS__ENABLED": "true", "APPLIANCE_RUNTIME": "null", "APPLIANCE_LIMITS__HANG_S": "1.5"}
 

@@ -13,7 +13,7 @@ from support.processes import clean_environment
 
 from models.folder import BundleFolder
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 
 class Workshop:

@@ -17,7 +17,7 @@ from support.processes import eventually, marked
 
 from appliance.adapters.host import process_bytes
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 X = np.full((2, 5), 3, np.float32)
 
