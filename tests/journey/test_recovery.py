@@ -108,7 +108,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(start_null: StartDaemon) -> 
 def test_a_request_of_many_steps_is_not_taken_for_hung(start_daemon: StartDaemon, tmp_path: Path) -> None:
     bundle = tiny.blank_bundle(tmp_path / "blank")
     daemon = start_daemon("--bundle", str(bundle), APPLIANCE_LIMITS__HANG_S="1").wait_serving().wait_ready()
-    blank = tiny.plain_picture(3000, 3000)
+    blank = tiny.plain_picture(2000, 2000)
     spent_s, pictures = 0.0, 4
     while spent_s < 1.5 and pictures < 16:  # a slow machine needs fewer of them to take longer than a hang
         pictures *= 2
