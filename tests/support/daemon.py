@@ -138,8 +138,9 @@ class Daemon:
         return int(eventually(lambda: self.worker(model)["pid"], "there is a worker"))
 
     def descriptors(self) -> list[str]:
-        """What its descriptors point to, without their numbers and the connections of clients."""
-        return [name.partition("[")[0] for name in open_files(self.pid) if not name.startswith("socket:")]
+        """What its descriptors point to, without their numbers, the connections of clients and what it just saves."""
+        passing = ("socket:", str(self.state_dir / "process_overhead.json"), str(self.state_dir / "engines"))
+        return [name.partition("[")[0] for name in open_files(self.pid) if not name.startswith(passing)]
 
     def sockets(self) -> int:
         """How many sockets it holds."""

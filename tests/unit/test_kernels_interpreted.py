@@ -1,6 +1,6 @@
 """The Triton kernels' mathematics against the reference, on the CPU, in Triton's interpreter.
 
-Limits are twice the error of the same operator computed with FP16 storage between layers, measured at 6e-4 to 8e-4.
+A neck may be off by no more than the same operator computed in FP16 by numpy, with the same weights and input.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def results() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=lambda n: "-".join(str(v) for v in CASES[n].values()))
 def test_kernel_computes_the_reference(results: list[dict[str, Any]], number: int) -> None:
-    result, case = results[number], CASES[number]
-    assert result["error"] < (1.2e-3 if case["op"] == "neck" else 2e-2), "every element written, and right"
-    assert result.get("slack", 0) < 2e-3, "the class is as good as the best"
+    result = results[number]
+    assert result["error"] < result["limit"], f"every element written, and right: {result}"
+    assert result.get("slack", 0) < 2e-3, f"the class is as good as the best: {result}"
     assert result["at_rest"], "scratch is left as it was found"
