@@ -34,8 +34,8 @@ _RESAMPLES = 2000
 _POINT = 0.01
 _DIGITS = 6
 _LEAST_CHARACTERS = 2
-_FAR = 0.2
 _TINY = 1e-12
+_FAR = 0.2
 """Edit distance, as a share of the label's length, up to which a labelled text of a page counts as found."""
 
 

@@ -99,7 +99,7 @@ class Gate:
             lines, labels = self.split.lines, self.labels
             return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, settings))
 
-        inputs: list[bytes | str] = [content, self.split.sha256]
+        inputs: list[bytes | str] = [content, self.split.sha256, "\n".join(self.labels).encode()]
         key = settings and schema.dump(settings)
         found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, key, read))
         return found
@@ -116,7 +116,8 @@ class Gate:
             settings = schema.dump(self.settings)
             return _json(accuracy.read_pages(sessions, self.split.pages, settings, self.labels, THREADS))
 
-        inputs: list[bytes | str] = [*(graphs[name] for name in READERS.values()), self.split.sha256]
+        labels = "\n".join(self.labels).encode()
+        inputs: list[bytes | str] = [*(graphs[name] for name in READERS.values()), self.split.sha256, labels]
         settings = schema.dump(self.settings)
         found: list[list[str]] = json.loads(self.steps.run("read_pages", self.name, precision, inputs, settings, read))
         return found

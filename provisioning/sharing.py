@@ -66,7 +66,10 @@ def look(content: bytes, what: str) -> bytes:
     from provisioning import passes  # noqa: PLC0415 - see the top
     from provisioning.passes import attention  # noqa: PLC0415
 
-    return json.dumps(schema.dump(attention.find(passes.load(content, what)).overview)).encode()
+    found = attention.find(passes.load(content, what))
+    heads = {block.name: block.heads for block in found.blocks}
+    overview = Overview(heads, {one.node: one.reason for one in found.not_understood})
+    return json.dumps(schema.dump(overview)).encode()
 
 
 def share(content: bytes, wanted: Sharing, samples: Sequence[Mapping[str, Array]], runtime: Runtime) -> bytes:

@@ -172,24 +172,23 @@ class _Sweep:
         )
 
     def _reading(self, plain: bytes, content: bytes) -> dict[str, Any]:
-        lines = self.room.splits[self.split].lines
-        labels = self.room.labels(self.name, self.published).split("\n")
-        digest = self.room.splits[self.split].sha256
+        split, runtime, steps = self.room.splits[self.split], self.room.runtime, self.room.steps
+        labels = self.room.labels(self.name, self.published)
+        characters = labels.split("\n")
 
         def read() -> bytes:
-            runtime, published = self.room.runtime, self.published
-            return json.dumps(accuracy.read_lines(published, lines, labels, runtime, THREADS, None)).encode()
+            texts = accuracy.read_lines(self.published, split.lines, characters, runtime, THREADS, None)
+            return json.dumps(texts).encode()
 
         def read_and_compare() -> bytes:
-            texts, kl = _read_and_compare(
-                plain, content, self.room.inputs(self.name, self.split), labels, self.room.runtime
-            )
+            inputs = self.room.inputs(self.name, self.split)
+            texts, kl = _read_and_compare(plain, content, inputs, characters, runtime)
             return json.dumps({"read": texts, "kl": kl}).encode()
 
-        steps = self.room.steps
-        original = json.loads(steps.run("read", self.name, "original", [self.published, digest], True, read))
-        found = json.loads(steps.run("diverge", self.name, "", [plain, content, digest], None, read_and_compare))
-        compared = accuracy.compare(lines, original, found["read"])
+        data = [split.sha256, labels.encode()]
+        original = json.loads(steps.run("read", self.name, "original", [self.published, *data], True, read))
+        found = json.loads(steps.run("diverge", self.name, "", [plain, content, *data], None, read_and_compare))
+        compared = accuracy.compare(split.lines, original, found["read"])
         return {"kl": found["kl"], "reading": {key: one for key, one in compared.items() if key != "by_source"}}
 
     def _agreement(self, plain: bytes, content: bytes) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _backend(wanted: str) -> str:
 
 
 def _precisions(graph: Graph, wanted: str) -> list[str]:
-    """Precisions of `graph` to compile: all, or the one that is wanted and where it is missing what stands in."""
+    """Precisions of `graph` to compile: the one that is wanted, or all where it is missing or none is named."""
     return [wanted] if wanted in graph.variants else sorted(graph.variants)
 
 

@@ -32,7 +32,6 @@ from onnxscript.rewriter import pattern
 from models.spec import Array
 from provisioning.passes import constant, operand, sizes
 from provisioning.passes.shapes import clear
-from provisioning.sharing import Overview
 
 _PRODUCTS = frozenset({"Einsum", "Gemm", "MatMul"})
 _BETWEEN = frozenset({
@@ -101,13 +100,6 @@ class Found:
 
     blocks: tuple[Block, ...]
     not_understood: tuple[NotUnderstood, ...]
-
-    @property
-    def overview(self) -> Overview:
-        """The same in plain data."""
-        return Overview(
-            {block.name: block.heads for block in self.blocks}, {one.node: one.reason for one in self.not_understood}
-        )
 
 
 class _UnknownError(Exception):

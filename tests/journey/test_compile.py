@@ -6,11 +6,13 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from provisioning.engines.builder import Order
 pytestmark = pytest.mark.journey
 
 LONGEST_BUILD_S = 10.0
+ZOO = Path(__file__).parents[2] / "models" / "zoo"
+SHARED_HEADS = {"minilm": "6", "ppocr-v4": "2", "ppocr-v5": "4", "ppocr-v6": "2", "vit-s-focus": "3"}
 RTX = pytest.mark.skipif(
     not importlib.util.find_spec("tensorrt_rtx_bindings"), reason="TensorRT-RTX has no wheel for this machine"
 )
@@ -212,3 +216,37 @@ def test_every_graph_of_the_reading_bundle_compiles_in_every_precision_within_te
         check(bundle, target, engine)
         # Of the processor: what a neighbour does to the clock says nothing about the build.
         assert engine["cpu_s"] < LONGEST_BUILD_S
+
+
+@RTX
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SHARED_HEADS)
+def test_every_model_of_the_zoo_compiles_with_heads_that_share_keys_and_values(name: str, tmp_path: Path) -> None:
+    recipe = (ZOO / f"{name}.toml").read_text()
+    package = re.search(r'^package = "(.+)"$', recipe, re.MULTILINE)
+    assert package is not None
+    try:
+        metadata.version(package[1])
+    except metadata.PackageNotFoundError:
+        pytest.skip(f"{package[1]} is not installed: it is large, docs/gqa.md says how to get it")
+    own = tmp_path / f"{name}.toml"
+    # What passes its gate is another test's matter: here everything has to become an engine.
+    own.write_text(re.sub(r"^gate\.(\w+) = \S+", widest, recipe, flags=re.MULTILINE))
+    bundle = tmp_path / name
+    data = ZOO.parents[1] / "tests" / "data" / "ocr"
+    built = provision("build", own, "--kv-heads", SHARED_HEADS[name], "--data", data, "--out", bundle)
+    assert built.returncode == 0, built.stderr
+    for target in CAPABILITIES:
+        engines = compiled(bundle, target)
+        graphs = json.loads((bundle / "manifest.json").read_text())["graphs"]
+        made = [(engine["passport"]["graph"], engine["passport"]["precision"]) for engine in engines]
+        assert sorted(made) == sorted((name, one) for name, graph in graphs.items() for one in graph["variants"])
+        for engine in engines:
+            check(bundle, target, engine)
+            assert engine["cpu_s"] < LONGEST_BUILD_S
+
+
+def widest(limit: re.Match[str]) -> str:
+    """A gate that lets anything through."""
+    return f"gate.{limit[1]} = {1.0 if limit[1].endswith('drop') else 0.0}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, load_model_from_string
 from support import checkpoint, spelled
 from support.spelled import HEADS, SIZE, SPELLINGS, Spelling
 
+from models import schema
 from models.errors import ConfigError
 from provisioning import passes, sharing
 from provisioning.passes.attention import Found, find
@@ -19,6 +22,10 @@ pytestmark = pytest.mark.unit
 
 def found(content: bytes) -> Found:
     return find(passes.load(content, "it"))
+
+
+def overview_of(content: bytes) -> Overview:
+    return schema.load(Overview, json.loads(sharing.look(content, "it")))
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -96,8 +103,7 @@ REASONS = {
 
 @pytest.mark.parametrize("what", REASONS)
 def test_what_looks_like_attention_and_is_not_understood_is_named_with_the_reason(what: str) -> None:
-    overview = found(odd(what)).overview
-    assert overview == Overview({}, {"make_attention": REASONS[what]})
+    assert overview_of(odd(what)) == Overview({}, {"make_attention": REASONS[what]})
 
 
 def test_attention_that_is_one_operator_is_named() -> None:
@@ -109,7 +115,7 @@ def test_attention_that_is_one_operator_is_named() -> None:
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2, 4, 8])],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
-    assert list(found(model.SerializeToString()).overview.not_understood) == ["whole"]
+    assert list(overview_of(model.SerializeToString()).not_understood) == ["whole"]
 
 
 def test_attention_inside_another_operator_is_named() -> None:
@@ -125,7 +131,7 @@ def test_attention_inside_another_operator_is_named() -> None:
         [helper.make_tensor_value_info("z", TensorProto.FLOAT, None)],
     )
     content = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8).SerializeToString()
-    overview = found(content).overview
+    overview = overview_of(content)
     assert overview.heads == {}
     assert set(overview.not_understood.values()) == {"it stands in the body of another operator or function"}
 
