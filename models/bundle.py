@@ -25,12 +25,17 @@ from models.spec import ModelSpec
 
 FORMAT = 1
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name(name: str) -> bool:
+    """Whether `name` can stand in a path and in a topic."""
+    return bool(_NAME.fullmatch(name))
 
 
 def check_name(name: str) -> None:
-    """Refuse names that could not stand in a path or a topic; raises BundleError."""
-    if not _NAME.fullmatch(name):
+    """Refuse what is no name; raises BundleError."""
+    if not is_name(name):
         msg = f"{name!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
         raise BundleError(msg)
 
@@ -209,8 +214,14 @@ class Manifest:
         """Refuse names and digests that could not be what they say."""
         for name in (self.name, self.version, *self.graphs):
             check_name(name)
+        for name, graph in self.graphs.items():
+            if not graph.variants:
+                msg = f"manifest has no precision of graph {name!r}: build the bundle again"
+                raise BundleError(msg)
+        if not self.graphs:
+            raise BundleError("manifest names no graph: build the bundle again")
         for blob in self.blobs():
-            if not _SHA256.fullmatch(blob.sha256) or blob.size_bytes < 0:
+            if not SHA256.fullmatch(blob.sha256) or blob.size_bytes < 0:
                 msg = f"manifest names a blob {blob.sha256[:80]!r} that is no sha256"
                 raise BundleError(msg)
 

@@ -6,11 +6,14 @@ Blobs are checked against their sha256 each time they are read.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import io
 import json
 import os
+import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +27,11 @@ from models.spec import Array
 MANIFEST = "manifest.json"
 REPORTS = ("report.html", "report.json")
 """What the gate measured, for people and for programs: advisory, outside the digest."""
+_OURS = re.compile(
+    r"blobs|blobs/sha256|measurements"
+    r"|(blobs/sha256/\.?[0-9a-f]{64}|measurements/\.?[a-z0-9-]+\.json|\.?(manifest|report)\.json|\.?report\.html)(\.new)?"
+)
+"""What `write_bundle` writes, under its name or the one it has while it is written."""
 
 
 class BundleFolder:
@@ -137,7 +145,8 @@ def write_bundle(
     `blobs` maps sha256 to content, `measurements` a target's name to what was measured there, `reports` a name of
     `REPORTS` to its content. Until the new manifest stands everything that the earlier one names is there, so a full
     disk or a power cut leaves the old bundle or the new one. What only the earlier one had goes last. When writing
-    fails or is interrupted, what was not there before is taken away again.
+    fails or is interrupted before the new manifest stands, what was not there before is taken away again.
+    Raises OSError, also while another process writes into `path`.
     """
     wanted = {blob.sha256: blob for blob in manifest.blobs()}
     for sha256, blob in wanted.items():
@@ -148,22 +157,43 @@ def write_bundle(
     folders = [path / "blobs" / "sha256", path / "measurements"]
     missing = [folder for each in folders for folder in (each, *each.parents) if not folder.exists()]
     new = [file for file in (*files, *beside, path / MANIFEST) if not file.exists()]
-    try:
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-        for file, content in files.items():
-            if not _holds(file, content):  # a damaged one is written again
+    path.mkdir(parents=True, exist_ok=True)
+    with _alone(path):
+        try:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for file, content in files.items():
+                if not _holds(file, content):  # a damaged one is written again
+                    write_file(file, content)
+            for file, content in beside.items():
                 write_file(file, content)
-        for file, content in beside.items():
-            write_file(file, content)
-        write_file(path / MANIFEST, manifest.to_bytes())
-    except BaseException:
-        _take_away(new, missing)
-        raise
-    kept = {*files, *beside}
-    for file in (*folders[0].iterdir(), *folders[1].iterdir(), *(path / name for name in REPORTS)):
-        if file not in kept:
-            file.unlink(missing_ok=True)
+            write_file(path / MANIFEST, manifest.to_bytes())
+        except BaseException:
+            if not _holds(path / MANIFEST, manifest.to_bytes()):
+                _take_away(new, missing)
+            raise
+        kept = {*files, *beside, path / MANIFEST}
+        for file in path.rglob("*"):
+            if file not in kept and file.is_file() and _OURS.fullmatch(file.relative_to(path).as_posix()):
+                file.unlink(missing_ok=True)
+
+
+def is_torn(path: Path) -> bool:
+    """Whether a folder holds only what `write_bundle` leaves behind when it is cut short."""
+    return all(_OURS.fullmatch(entry.relative_to(path).as_posix()) for entry in path.rglob("*"))
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(errno.EBUSY, "another build is writing into it") from error
+        yield
+    finally:
+        os.close(held)
 
 
 def _take_away(files: Iterable[Path], folders: Iterable[Path]) -> None:

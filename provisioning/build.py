@@ -24,6 +24,7 @@ from models.errors import ConfigError, GateFailed, SourceError
 from models.spec import Array
 from models.tasks.reading import ReadingSettings
 from provisioning import data, samples, sharing, sources
+from provisioning.accuracy import Published
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
 from provisioning.int8 import Int8
@@ -202,7 +203,11 @@ class Room:
             content = self.steps.run(
                 "labels", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source)
             )
-            return content.decode().removesuffix("\n").partition("\n")[2]
+            try:
+                return _lines(content.decode()).removesuffix("\n").partition("\n")[2]
+            except UnicodeDecodeError as error:
+                msg = f"the labels in {source.file} of {source.package} are not UTF-8 text: name another labels_file"
+                raise SourceError(msg) from error
         key = graph.labels
         if not key:
             return ""
@@ -229,13 +234,13 @@ class Room:
     def build(self, name: str, published: Mapping[str, bytes], labels: Sequence[str]) -> BuiltGraph:
         """Make every precision of a graph that is wanted, and judge it."""
         graph = self.file.recipe.graphs[name]
-        calibration = self.inputs(name, "calibrate")
+        calibration, example = self.inputs(name, "calibrate"), self.example(name)
+        self._check_answers(name, published[name], example, labels)
         gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
         before_mark = graph.passes.index("mark") if "mark" in graph.passes else len(graph.passes)
         plain = self._passes(
             name, self._shared_if_wanted(name, self.normalised(name, published[name])), graph.passes[1:before_mark]
         )
-        example = self.example(name)
         sha256, shape = self.splits["calibrate"].sha256, next(iter(example.values())).shape
         int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, shape, self.notes)
         original = gate.original()
@@ -268,6 +273,21 @@ class Room:
         return BuiltGraph(
             graph.role, self.source(name), published[name], variants, original, left_out, verdicts, example
         )
+
+    def _check_answers(self, name: str, published: bytes, example: Mapping[str, Array], labels: Sequence[str]) -> None:
+        """Raise SourceError unless a checkpoint answers with numbers, and with a class for every label."""
+        graph = self.file.recipe.graphs[name]
+        answers = Published(self.kept.open(published, threads=1)).run(example)
+        if not all(np.isfinite(array).all() for array in answers.values() if array.dtype.kind == "f"):
+            msg = f"{graph.file} answers with NaN or infinity on the calibration data: export the model anew"
+            raise SourceError(msg)
+        classes = next(iter(answers.values())).shape[-1]
+        if graph.role == "recognise" and classes != len(labels) + 1:
+            msg = (
+                f"{graph.file} tells {classes - 1} characters and a blank apart, but has {len(labels)} labels: "
+                "name others in the recipe with labels or labels_file"
+            )
+            raise SourceError(msg)
 
     def _candidates(self, graph: GraphRecipe) -> list[str]:
         """Precisions to try: all of the recipe, or the one that is wanted and after it float."""
@@ -319,7 +339,11 @@ def _labels(content: bytes, key: str) -> bytes:
     if not found:
         msg = f"the checkpoint has no labels under {key!r} in its metadata: correct the recipe"
         raise SourceError(msg)
-    return f"{found}\n ".encode()
+    return f"{_lines(found)}\n ".encode()
+
+
+def _lines(labels: str) -> str:
+    return labels.replace("\r\n", "\n")
 
 
 def _pass(step: str, name: str, graph: GraphRecipe, content: bytes) -> Callable[[], bytes]:

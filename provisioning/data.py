@@ -24,11 +24,12 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from models.errors import CallerError, SourceError
+from models.errors import CallerError, ConfigError, SourceError
 from models.spec import Array
 from models.tasks import lines as lines_task
 from models.tasks import picture, reading, text
 
+SPLITS = ("calibrate", "tune", "gate")
 ALL = "all"
 DEFAULT = Path("tests/data/ocr")
 """Where a project keeps its labelled data."""
@@ -104,6 +105,11 @@ def load(folder: Path, split: str, splits_file: Path | None = None, project: Pat
     own = splits_file or folder / "splits.tsv"
     theirs = project / "splits.tsv" if project and splits_file is None and not own.exists() else None
     splits = dict(_rows(theirs or own, optional=splits_file is None))
+    unknown = [one for one in (split, *splits.values()) if one not in {*SPLITS, ALL}]
+    if unknown:
+        where = f"{theirs or own}: " if split in {*SPLITS, ALL} else ""
+        msg = f"{where}there is no split {unknown[0]!r}: choose one of {', '.join(SPLITS)}, or {ALL} to read every one"
+        raise ConfigError(msg)
     origins = dict(_rows(folder / "lines" / "sources.tsv", optional=True))
 
     def wanted(origin: str) -> bool:
@@ -152,7 +158,7 @@ def _rows(path: Path, *, optional: bool = False) -> list[tuple[str, str]]:
         return []
     rows = []
     for number, row in enumerate(_text(path), start=1):
-        left, tab, right = row.partition("\t")
+        left, tab, right = row.rstrip("\r").partition("\t")
         if not row.strip():
             continue
         if not tab or not left:
@@ -177,7 +183,7 @@ def _pages(path: Path) -> list[tuple[str, str, tuple[str, ...]]]:
             ]
             texts = tuple(str(line.get("text") or "") for line in lines)
             pages.append((str(page["file"]), str(page.get("source", "")), texts))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"{path}:{number} is not one JSON object with a file name and its lines ({error}): correct that row"
             raise SourceError(msg) from error
     return pages
@@ -202,8 +208,9 @@ def _picture(path: Path, saw: Callable[[bytes], None]) -> Array:
     except OSError as error:
         msg = f"picture {path} cannot be read ({error.strerror}): correct the labels or bring the file back"
         raise SourceError(msg) from error
-    except CallerError as error:
-        msg = f"picture {path} cannot be used: {error}"
+    except (CallerError, ValueError) as error:  # no picture, or a name that no file can have
+        shown = str(path) if str(path).isprintable() else repr(str(path))
+        msg = f"picture {shown} cannot be used: {error}"
         raise SourceError(msg) from error
 
 

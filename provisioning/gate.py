@@ -99,8 +99,8 @@ class Gate:
             lines, labels = self.split.lines, self.labels
             return _json(accuracy.read_lines(content, lines, labels, self.runtime, THREADS, settings))
 
-        inputs: list[bytes | str] = [content, self.split.sha256, "\n".join(self.labels).encode()]
-        key = settings and schema.dump(settings)
+        inputs: list[bytes | str] = [content, self.split.sha256]
+        key = [settings and schema.dump(settings), list(self.labels)]
         found: list[str] = json.loads(self.steps.run("read", self.name, precision, inputs, key, read))
         return found
 
@@ -116,10 +116,9 @@ class Gate:
             settings = schema.dump(self.settings)
             return _json(accuracy.read_pages(sessions, self.split.pages, settings, self.labels, THREADS))
 
-        labels = "\n".join(self.labels).encode()
-        inputs: list[bytes | str] = [*(graphs[name] for name in READERS.values()), self.split.sha256, labels]
-        settings = schema.dump(self.settings)
-        found: list[list[str]] = json.loads(self.steps.run("read_pages", self.name, precision, inputs, settings, read))
+        inputs: list[bytes | str] = [*(graphs[name] for name in READERS.values()), self.split.sha256]
+        key = [schema.dump(self.settings), list(self.labels)]
+        found: list[list[str]] = json.loads(self.steps.run("read_pages", self.name, precision, inputs, key, read))
         return found
 
     def _agreement(self, precision: str, content: bytes, measure: Callable[..., Agreement]) -> Agreement:

@@ -11,8 +11,8 @@ from pathlib import Path
 from appliance.runtime import Session
 from appliance.runtime.machine import machine, time_in_turn
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
-from models.errors import ConfigError, WorkshopError
-from models.folder import MANIFEST, REPORTS, pack_arrays, write_bundle
+from models.errors import BundleError, ConfigError, WorkshopError
+from models.folder import MANIFEST, REPORTS, BundleFolder, is_torn, pack_arrays, write_bundle
 from models.measurements import Measurements
 from models.spec import ModelSpec
 from provisioning import accuracy
@@ -45,22 +45,19 @@ def check_folder(path: Path) -> None:
         reason = "exists and is no bundle" if there == path else "is no folder"
     elif not os.access(there, os.R_OK | os.W_OK | os.X_OK):
         reason = "may not be written to"
-    elif there == path and any(path.iterdir()) and not (path / MANIFEST).exists() and not _only_torn(path):
+    elif there == path and not (_is_bundle(path) if (path / MANIFEST).exists() else is_torn(path)):
         reason = "exists and is no bundle"
     if reason:
         msg = f"{there} {reason}: give an empty or a new folder with --out"
         raise ConfigError(msg)
 
 
-def _only_torn(path: Path) -> bool:
-    """Whether the folder holds only what a bundle without its manifest holds: writing was cut short."""
-    return {entry.name for entry in path.iterdir()} <= {
-        "blobs",
-        "measurements",
-        "engines",
-        *REPORTS,
-        f".{MANIFEST}.new",
-    }
+def _is_bundle(path: Path) -> bool:
+    try:
+        BundleFolder(path)
+    except BundleError:
+        return False
+    return True
 
 
 def pack(built: Built, path: Path) -> Manifest:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from models import schema
-from models.errors import ConfigError, SourceError
+from models import schema, tasks
+from models.bundle import SHA256, TaskSpec, is_name
+from models.errors import BundleError, ConfigError
 from provisioning.calibrate import METHODS
 
 if sys.version_info >= (3, 11):
@@ -25,9 +27,19 @@ READING = {"detect": "overlap", "classify": "same_class", "recognise": "exact_dr
 """What a graph does in a reading pipeline -> the limit that its gate needs."""
 ROLES = {**READING, "encode": "cosine"}
 """The same with what a graph does elsewhere: its outputs are only compared with themselves as published."""
+LIMITS = {role: (limit,) for role, limit in ROLES.items()} | {
+    "detect": ("overlap", "found_drop"),
+    "recognise": ("exact_drop", "cer_drop"),
+}
+"""Role -> all limits that its gate can have."""
 SAMPLES = ("pictures", "tokens")
+FIRST_WORD = 1000
+"""Token ids below this are no words in the vocabularies of BERT."""
+SHORTEST = 4
+"""Tokens of the shortest sentence."""
 PASSES = ("normalise", "ctc_head", "mark")
 """In the order in which they are performed."""
+_ALL_PERCENT = 100
 PRECISIONS = ("fp32", "int8", "int8-unfused")
 """Without fused kernels neck and head can be quantized too; that spelling is int8-unfused."""
 
@@ -158,39 +170,42 @@ def read(path: Path) -> RecipeFile:
     except OSError as error:
         msg = f"recipe {path} cannot be read ({error.strerror})"
         raise ConfigError(msg) from error
-    except ValueError as error:  # not UTF-8, not TOML, or not a recipe
+    except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, or not a recipe
         msg = f"recipe {path} cannot be used: {error}"
         raise ConfigError(msg) from error
-    _check(recipe, path)
+    for fault in _faults(recipe):
+        msg = f"recipe {path}: {fault}"
+        raise ConfigError(msg)
     root = next((folder for folder in path.resolve().parents if (folder / "pyproject.toml").exists()), path.parent)
     return RecipeFile(recipe, hashlib.sha256(content).hexdigest(), root / recipe.data)
 
 
-def _check(recipe: Recipe, path: Path) -> None:
-    _check_samples(recipe, path)
+def _faults(recipe: Recipe) -> Iterator[str]:
+    """What is wrong with a recipe whose keys and types are right, in words that begin with the key."""
+    names = {"name": recipe.name, "version": recipe.version, **{f"graphs.{name}": name for name in recipe.graphs}}
+    for key, value in names.items():
+        if not is_name(value):
+            yield f"{key}: {value!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
+    if not (recipe.source.package and recipe.source.version):
+        yield "source.package or source.version is empty"
+    try:
+        tasks.make(TaskSpec(recipe.task.kind, recipe.task.settings), [])
+    except BundleError as error:
+        yield f"task: {error}"
+    roles = {graph.role for graph in recipe.graphs.values()}
+    if not roles:
+        yield "graphs: there is none"
+    if "encode" in roles and len(roles) > 1:
+        yield "graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
     for name, graph in recipe.graphs.items():
-        _check_words(name, graph, path)
-        if graph.passes[:1] != ("normalise",) or not graph.precisions:
-            msg = f"recipe {path}: graphs.{name} needs a precision and 'normalise' as its first pass"
-            raise ConfigError(msg)
-        if list(graph.passes) != sorted(graph.passes, key=PASSES.index):
-            msg = f"recipe {path}: graphs.{name}.passes must stand in the order {', '.join(PASSES)}"
-            raise ConfigError(msg)
-        if "int8-unfused" in graph.precisions and "mark" not in graph.passes:
-            msg = f"recipe {path}: graphs.{name} has precision 'int8-unfused', which needs the pass 'mark'"
-            raise ConfigError(msg)
-        if graph.role == "recognise" and "ctc_head" not in graph.passes:
-            msg = f"recipe {path}: graphs.{name}.passes needs 'ctc_head', without which no task can read its answers"
-            raise SourceError(msg)
-        if graph.gate.found_drop is not None and {one.role for one in recipe.graphs.values()} != set(READING):
-            msg = f"recipe {path}: graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
-            raise ConfigError(msg)
-        if getattr(graph.gate, ROLES[graph.role]) is None:
-            msg = f"recipe {path}: graphs.{name}.gate.{ROLES[graph.role]} is missing, the limit of role {graph.role!r}"
-            raise ConfigError(msg)
+        yield from (f"graphs.{name}{said}" for said in chain(_unknown_words(graph), _graph_faults(graph)))
+        if "." in name:
+            yield f"graphs.{name}: a graph's name has no dot, because the names of its engines have"
+        if graph.gate.found_drop is not None and roles != set(READING):
+            yield f"graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
 
 
-def _check_words(name: str, graph: GraphRecipe, path: Path) -> None:
+def _unknown_words(graph: GraphRecipe) -> Iterator[str]:
     for what, values, known in (
         ("role", (graph.role,), tuple(ROLES)),
         ("passes", graph.passes, PASSES),
@@ -200,18 +215,46 @@ def _check_words(name: str, graph: GraphRecipe, path: Path) -> None:
     ):
         unknown = [value for value in values if value not in known]
         if unknown:
-            msg = f"recipe {path}: graphs.{name}.{what} has {unknown[0]!r}; known: {', '.join(known)}"
-            raise ConfigError(msg)
+            yield f".{what} has {unknown[0]!r}; known: {', '.join(known)}"
 
 
-def _check_samples(recipe: Recipe, path: Path) -> None:
-    for name, graph in recipe.graphs.items():
-        if (graph.role == "encode") != (graph.samples is not None):
-            msg = f"recipe {path}: graphs.{name}.samples is for role 'encode', which needs it"
-            raise ConfigError(msg)
-        if graph.samples and graph.precisions != ("fp32",):
-            msg = f"recipe {path}: graphs.{name} can be fp32 only: nothing measures what INT8 does to role 'encode'"
-            raise ConfigError(msg)
-    if len({graph.role == "encode" for graph in recipe.graphs.values()}) > 1:
-        msg = f"recipe {path}: graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
-        raise ConfigError(msg)
+def _graph_faults(graph: GraphRecipe) -> Iterator[str]:
+    limits = {limit: value for limit, value in schema.dump(graph.gate).items() if value is not None}
+    needed, known = ROLES[graph.role], LIMITS[graph.role]
+    int8, ordered = graph.int8, sorted(graph.passes, key=PASSES.index)
+    unfused, headless = "int8-unfused" in graph.precisions, "ctc_head" not in graph.passes
+    rules = {
+        " needs a precision and 'normalise' as its first pass": graph.passes[:1] == ("normalise",) and graph.precisions,
+        f".passes must stand in the order {', '.join(PASSES)}": list(graph.passes) == ordered,
+        ".precisions names one twice": len(set(graph.precisions)) == len(graph.precisions),
+        " has precision 'int8-unfused', which needs the pass 'mark'": not unfused or "mark" in graph.passes,
+        ".passes needs 'ctc_head', without which no task can read it": not (graph.role == "recognise" and headless),
+        ".shape has sizes of 1 and more, and -1 where one varies": all(size == -1 or size > 0 for size in graph.shape),
+        ".sha256 must be 64 of 0-9 a-f": SHA256.fullmatch(graph.sha256),
+        f".gate.{needed} is missing, the limit of role {graph.role!r}": needed in limits,
+        f".gate can have {' and '.join(known)}, not {', '.join(limits)}": set(limits) <= {*known, "found_drop"},
+        ".gate: limits are shares between -1 and 1": all(-1 <= limit <= 1 for limit in limits.values()),
+        ".int8.percentile must be above 0 and at most 100": 0 < int8.percentile <= _ALL_PERCENT,
+        ".int8: shares are between 0 and 1": 0 <= int8.share <= 1 and 0 <= int8.float_budget <= 1,
+        ".samples is for role 'encode', which needs it": (graph.role == "encode") == (graph.samples is not None),
+        " can be fp32 only: nothing measures what INT8 does to role 'encode'": not graph.samples
+        or graph.precisions == ("fp32",),
+    }
+    yield from (said for said, kept in rules.items() if not kept)
+    if graph.samples:
+        yield from (f".samples.{said}" for said in _sample_faults(graph.samples, graph.shape))
+
+
+def _sample_faults(samples: Samples, shape: Sequence[int]) -> Iterator[str]:
+    if samples.count < 1:
+        yield "count must be 1 or more"
+    if samples.kind == "pictures":
+        if len(shape) != len(("N", "C", "H", "W")) or min(shape[2:]) < 1:
+            yield "kind 'pictures' needs a shape of four sizes with height and width given"
+        for key in ("mean", "deviation"):
+            if len(getattr(samples, key)) != len("RGB"):
+                yield f"{key} must be three numbers"
+        if min(samples.deviation) <= 0:
+            yield "deviation must be above 0"
+    elif samples.vocabulary <= FIRST_WORD or samples.longest < SHORTEST:
+        yield f"vocabulary must be above {FIRST_WORD}, and longest {SHORTEST} or more"

@@ -19,14 +19,10 @@ import numpy as np
 from models.errors import CallerError, ConfigError, SourceError
 from models.spec import Array
 from models.tasks import picture
-from provisioning.recipe import Samples
+from provisioning.recipe import FIRST_WORD, SHORTEST, Samples
 
 SPLITS = ("calibrate", "gate")
 _MAX_PIXELS = 50_000_000
-_SHORTEST = 4
-"""Tokens of the shortest sentence."""
-_SPECIAL = 1000
-"""Token ids below this are no words in the vocabularies of BERT."""
 
 Inputs = dict[str, Array]
 
@@ -94,8 +90,8 @@ def _tokens(samples: Samples, shape: Sequence[int], folder: Path, split: str) ->
     for _ in range(samples.count):
         ids = np.zeros((1, samples.longest), np.int64)
         mask = np.zeros_like(ids)
-        words = int(random.integers(_SHORTEST, samples.longest + 1))
-        ids[0, :words] = random.integers(_SPECIAL, samples.vocabulary, words)
+        words = int(random.integers(SHORTEST, samples.longest + 1))
+        ids[0, :words] = random.integers(FIRST_WORD, samples.vocabulary, words)
         mask[0, :words] = 1
         made.append({"input_ids": ids, "attention_mask": mask})
     return tuple(made)

@@ -75,12 +75,20 @@ def _made(make: Callable[[], bytes], what: str) -> bytes:
     except ApplianceError:
         raise
     except Exception as error:  # onnx, onnx_ir, onnxscript and numpy raise unrelated types on graphs they cannot take
-        reason = (str(error).strip() or "no reason given").splitlines()[0][:300]
+        root = _root(error)
+        reason = (str(root).strip() or "no reason given").splitlines()[0][:300]
         msg = (
-            f"step {what} failed on this graph ({type(error).__name__}: {reason}): "
+            f"step {what} failed on this graph ({type(root).__name__}: {reason}): "
             "check that onnxruntime runs the checkpoint, or take the pass out of the recipe"
         )
         raise WorkshopError(msg) from error
+
+
+def _root(error: BaseException) -> BaseException:
+    """What an error was raised from first: libraries of passes wrap it in where it happened, again and again."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _digest(value: object) -> str:

@@ -173,8 +173,7 @@ class _Sweep:
 
     def _reading(self, plain: bytes, content: bytes) -> dict[str, Any]:
         split, runtime, steps = self.room.splits[self.split], self.room.runtime, self.room.steps
-        labels = self.room.labels(self.name, self.published)
-        characters = labels.split("\n")
+        characters = self.room.labels(self.name, self.published).split("\n")
 
         def read() -> bytes:
             texts = accuracy.read_lines(self.published, split.lines, characters, runtime, THREADS, None)
@@ -185,9 +184,10 @@ class _Sweep:
             texts, kl = _read_and_compare(plain, content, inputs, characters, runtime)
             return json.dumps({"read": texts, "kl": kl}).encode()
 
-        data = [split.sha256, labels.encode()]
-        original = json.loads(steps.run("read", self.name, "original", [self.published, *data], True, read))
-        found = json.loads(steps.run("diverge", self.name, "", [plain, content, *data], None, read_and_compare))
+        key = [None, characters]  # that of the gate, which reads the original as well
+        original = json.loads(steps.run("read", self.name, "original", [self.published, split.sha256], key, read))
+        inputs = [plain, content, split.sha256]
+        found = json.loads(steps.run("diverge", self.name, "", inputs, characters, read_and_compare))
         compared = accuracy.compare(split.lines, original, found["read"])
         return {"kl": found["kl"], "reading": {key: one for key, one in compared.items() if key != "by_source"}}
 

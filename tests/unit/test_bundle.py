@@ -61,7 +61,7 @@ def test_a_manifest_read_back_is_the_same_with_the_same_identity() -> None:
 
 
 def test_the_identity_changes_with_any_content() -> None:
-    others = [replace(MANIFEST, version="1.2.1"), replace(MANIFEST, licence="MIT"), replace(MANIFEST, graphs={})]
+    others = [replace(MANIFEST, version="1.2.1"), replace(MANIFEST, licence="MIT"), replace(MANIFEST, name="other")]
     assert len({MANIFEST.digest, *(other.digest for other in others)}) == 4
 
 

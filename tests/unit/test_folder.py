@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -170,6 +172,49 @@ def test_a_new_bundle_whose_writing_is_cut_short_leaves_nothing_behind(
     with pytest.raises((KeyboardInterrupt, OSError)):  # at one of four blobs, measurements, two reports, the manifest
         write_bundle(tmp_path / "made" / "here", manifest, blobs, {"cpu": MEASURED}, reports)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("old", [None, b"old"])
+def test_a_bundle_whose_writing_is_interrupted_after_its_manifest_stands_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bytes | None
+) -> None:
+    if old:
+        write_bundle(tmp_path, *packed(old), {})
+    manifest, blobs = packed(b"new")
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        if (tmp_path / MANIFEST).exists() and (tmp_path / MANIFEST).read_bytes() == manifest.to_bytes():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder_module.os, "fsync", fsync)
+    with pytest.raises(KeyboardInterrupt):
+        write_bundle(tmp_path, manifest, blobs, {})
+    folder = BundleFolder(tmp_path)
+    assert folder.manifest == manifest
+    folder.check_content()
+
+
+def test_two_builds_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(b"old"), {})
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    with pytest.raises(OSError, match="another build is writing into it"):
+        write_bundle(tmp_path, *packed(b"new"), {})
+    os.close(held)
+    BundleFolder(tmp_path).check_content()
+    write_bundle(tmp_path, *packed(b"new"), {})
+
+
+def test_what_is_not_a_bundles_own_stays_in_its_folder(tmp_path: Path) -> None:
+    write_bundle(tmp_path, *packed(b"old"), {})
+    others = [tmp_path / "measurements" / "mine.csv", tmp_path / "blobs" / "sha256" / "deep" / "x", tmp_path / "notes"]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("precious")
+    write_bundle(tmp_path, *packed(b"new"), {})
+    assert [other.read_text() for other in others] == ["precious"] * 3
 
 
 def test_a_report_of_an_earlier_bundle_does_not_outlive_it(tmp_path: Path) -> None:

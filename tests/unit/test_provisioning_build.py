@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
+from onnx import helper, numpy_helper
 from support import checkpoint
 from support.workshop import Workshop
 
@@ -97,11 +99,11 @@ def test_every_digest_can_be_followed_from_the_bundle_to_its_sources_and_data(
 
 
 def test_the_manifest_keeps_every_limit_with_what_was_measured(workshop: Workshop, tmp_path: Path) -> None:
-    built = workshop.build(**{"gate.exact_drop = 0.5": "gate.exact_drop = 0.5\n        gate.cer_drop = 9.0"})
+    built = workshop.build(**{"gate.exact_drop = 0.5": "gate.exact_drop = 0.5\n        gate.cer_drop = 1.0"})
     manifest = pack(built, tmp_path / "bundle")
     for variant in manifest.graphs["rec"].variants.values():
         assert [(check.name, check.limit, check.met) for check in variant.checks] == [
-            ("exact_drop", 0.5, True), ("cer_drop", 9.0, True),
+            ("exact_drop", 0.5, True), ("cer_drop", 1.0, True),
         ]  # fmt: skip
     assert BundleFolder(tmp_path / "bundle").manifest == manifest
 
@@ -267,6 +269,40 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
     assert measured.latency_ms["rec"].keys() == {"fp32", "int8"}
 
 
+def test_a_checkpoint_that_answers_no_numbers_is_refused(workshop: Workshop) -> None:
+    model = onnx.load_model_from_string(checkpoint.recogniser())
+    (variance,) = (node for node in model.graph.node if node.output == ["variance"])
+    variance.attribute[0].t.CopyFrom(numpy_helper.from_array(np.full(8, -1, np.float32)))
+    workshop.install(model.SerializeToString())
+    with pytest.raises(SourceError, match=r"rec\.onnx answers with NaN or infinity on the calibration data"):
+        workshop.build()
+
+
+def test_labels_that_do_not_fit_the_classes_are_refused(workshop: Workshop) -> None:
+    model = onnx.load_model_from_string(checkpoint.recogniser())
+    helper.set_model_props(model, {"character": "\n".join("abcdefghij")})
+    workshop.install(model.SerializeToString())
+    with pytest.raises(SourceError, match=r"tells 9 characters and a blank apart, but has 11 labels"):
+        workshop.build()
+
+
+def test_labels_with_line_ends_of_windows_are_the_same_labels(workshop: Workshop) -> None:
+    model = onnx.load_model_from_string(checkpoint.recogniser())
+    helper.set_model_props(model, {"character": "\r\n".join(checkpoint.LETTERS)})
+    workshop.install(model.SerializeToString())
+    assert workshop.build().labels.split("\n") == [*checkpoint.LETTERS, " "]
+
+
+def test_a_second_build_with_other_labels_reads_anew(workshop: Workshop, tmp_path: Path) -> None:
+    workshop.build("fp32", tmp_path / "cache")
+    workshop.reports.clear()
+    model = onnx.load_model_from_string(workshop.content)
+    helper.set_model_props(model, {"character": "\n".join("ABCxyzuv")})
+    workshop.install(model.SerializeToString())
+    workshop.build("fp32", tmp_path / "cache")
+    assert {"rec original: read", "rec fp32: read"} <= set(workshop.reports)
+
+
 def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
     pack(workshop.build(), tmp_path / "bundle")
     split = load(tmp_path / "data", "all")
@@ -279,13 +315,19 @@ def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Wo
 @pytest.mark.parametrize("name", ["nothing", "empty", "torn"])
 def test_a_bundle_may_be_written_where_nothing_else_is(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "torn" / "blobs").mkdir(parents=True)
+    (tmp_path / "torn" / "blobs" / "sha256").mkdir(parents=True)
+    for file in (f"blobs/sha256/.{'a' * 64}.new", f"blobs/sha256/{'b' * 64}", ".report.html.new", ".manifest.json.new"):
+        (tmp_path / "torn" / file).touch()
     check_folder(tmp_path / name)
 
 
 def test_a_folder_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "letter.txt").touch()
-    for path in (tmp_path, tmp_path / "letter.txt"):
+    (tmp_path / "results" / "measurements").mkdir(parents=True)
+    (tmp_path / "results" / "measurements" / "precious.csv").touch()
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "manifest.json").write_text('{"name": "my web app"}')
+    for path in (tmp_path, tmp_path / "letter.txt", tmp_path / "results", tmp_path / "app"):
         with pytest.raises(ConfigError, match="exists and is no bundle"):
             check_folder(path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support import checkpoint
 
-from models.errors import ConfigError, SourceError
+from models.errors import ConfigError
 from provisioning.recipe import read
 
 pytestmark = pytest.mark.unit
@@ -43,7 +43,20 @@ def test_the_recipes_that_ship_can_be_read(name: str) -> None:
         ),
         ('"recognise"', '"recognise"\nint8.method = "max"', "int8.method has 'max'; known: percentile, entropy, mse"),
         ('"normalise", ', "", "needs a precision and 'normalise' as its first pass"),
+        ('name = "', 'name = "A ', "name: 'A "),
+        ("[graphs.rec]", '[graphs."rec.int8"]', "a graph's name has no dot"),
+        ('kind = "', 'kind = "speech', "task: task 'speech"),
+        ('"int8"', '"int8", "int8"', "graphs.rec.precisions names one twice"),
+        ("exact_drop = 0.5", "exact_drop = 50", "limits are shares between -1 and 1"),
+        (
+            "exact_drop = 0.5",
+            "exact_drop = 0.5\n        gate.overlap = 0.9",
+            "can have exact_drop and cer_drop, not",
+        ),
+        ('"recognise"', '"recognise"\nint8.percentile = 0', "int8.percentile must be above 0 and at most 100"),
+        ('"recognise"', '"recognise"\nint8.share = 9', "int8: shares are between 0 and 1"),
         ("[graphs.rec]", "[graphs.rec", "cannot be used"),
+        ("[graphs.rec]", f"[graphs.rec]\nx = {'[' * 5000}", "cannot be used"),
         ('sha256 = "', 'sha256 = ["', "cannot be used"),
     ],
 )
@@ -57,7 +70,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, old: str, new: str, reason: 
 
 def test_a_recogniser_without_its_ctc_head_is_refused_with_its_recipe(tmp_path: Path) -> None:
     path = checkpoint.recipe(tmp_path / "tiny.toml", b"", **{', "ctc_head"': ""})
-    with pytest.raises(SourceError, match=r"tiny\.toml: graphs\.rec\.passes needs 'ctc_head'"):
+    with pytest.raises(ConfigError, match=r"tiny\.toml: graphs\.rec\.passes needs 'ctc_head'"):
         read(path)
 
 
