@@ -21,8 +21,12 @@ _RETRY_S = 30.0
 class Ledger:
     """The journal of one device, and what is in it."""
 
-    def __init__(self, journal: Journal, known: Known) -> None:
-        """Go on from `known`, which the journal held and which `resumed` has looked through."""
+    def __init__(self, journal: Journal, known: Known, on_change: Callable[[], None] = lambda: None) -> None:
+        """Go on from `known`, which the journal held and which `resumed` has looked through.
+
+        `on_change` is called when a deployment came to another step.
+        """
+        self._on_change = on_change
         self._journal = journal
         self._deployments = {one.id: one for one in known.deployments}
         self._slots = {slot.digest: slot for slot in known.slots}
@@ -87,6 +91,7 @@ class Ledger:
                 reason=deployment.reason or None,
                 figures=dict(last.figures) if last else {},
             )
+            self._on_change()
 
     async def learn(self, facts: Facts) -> None:
         """Write down what signed metadata says."""

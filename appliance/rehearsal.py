@@ -51,7 +51,13 @@ async def latency(candidate: Candidate, folder: BundleFolder, rules: Rules) -> J
         pairs[name] = ([], [])
         for _ in range(_RUNS):
             for bundle, spent_ms in zip((before, fresh), pairs[name], strict=True):
-                answer = await bundle.supervisor.submit(name, tensors, priority=_LEAST_PRIORITY)
+                try:
+                    answer = await bundle.supervisor.submit(name, tensors, priority=_LEAST_PRIORITY)
+                except ApplianceError as error:
+                    if bundle is fresh:
+                        raise
+                    msg = f"the version that serves cannot be compared with now: {error}"
+                    raise Overloaded(msg) from error
                 spent_ms.append(answer.timing_ms["inference"])  # without waiting: only one of them has other work
     return gates.latency(pairs, rules)
 

@@ -12,7 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 import structlog
@@ -25,7 +25,6 @@ from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import MEND, Faults, Injection
-from appliance.inbox import Inbox
 from appliance.life import Life, StartLife
 from appliance.memory import UNLIMITED, Judge, Keeper, ModelState, Standing
 from appliance.supervisor import Supervisor
@@ -44,6 +43,9 @@ from models.errors import (
     TooLarge,
 )
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
+
+if TYPE_CHECKING:
+    from appliance.inbox import Inbox
 
 log = structlog.get_logger()
 
@@ -309,7 +311,7 @@ class Service:
 
     def start(self) -> None:
         """Start a worker for every model that fits into memory."""
-        self._keeper.start(self._tell)
+        self._keeper.start(self.tell)
 
     async def stop(self, grace_s: float) -> None:
         """Answer what runs, refuse the rest, end the workers."""
@@ -404,7 +406,7 @@ class Service:
             switch_us=round(swap.switch_s * 1e6, 1),
             gap_s=round(swap.gap_s, 3),
         )
-        self._tell()
+        self.tell()
         return swap
 
     def _refused(self, bundle: Bundle, reason: object) -> NotReady:
@@ -582,7 +584,8 @@ class Service:
     def _info(self, bundle: Bundle, name: str) -> ModelInfo:
         return bundle.info(name, self._unready(bundle), wanted=self._keeper.wakes(bundle.name))
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Call the listeners: something that `status` says has changed."""
         for listener in self.listeners:
             listener()
 

@@ -13,11 +13,12 @@ import asyncio
 import contextlib
 import random
 import shutil
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import structlog
 
@@ -56,6 +57,7 @@ _FAULTY_LOOKS = 3
 _RETRY_S = 30.0
 """After something that should not happen."""
 
+T = TypeVar("T")
 Work: TypeAlias = Callable[[Deployment], Awaitable[Judged]]
 
 
@@ -139,6 +141,7 @@ class Updater:
             "deployment": active.id if active else None,
             "step": active.step if active else None,
             "fetched_bytes": self._fetched_bytes if active and active.at is Step.FETCH else None,
+            "latest": _brief(self._ledger.deployments),
             "slots": [
                 {"name": slot.name, "version": slot.version, "digest": slot.digest, "state": slot.state}
                 for slot in self._ledger.slots
@@ -227,7 +230,7 @@ class Updater:
         doubt = clock.distrust(time_.wall, known.time_floor, synced=time_.synced)
         if doubt:
             raise Unreachable(doubt)
-        accepted, signed = await asyncio.to_thread(self._refresh, time_.wall)
+        accepted, signed = await _outside(self._refresh, time_.wall)
         floor = clock.raised(known.time_floor, accepted.signed_at, time_.wall)
         await self._ledger.learn(replace(signed, time_floor=floor, revoked={**known.revoked, **signed.revoked}))
         self._looked_at = time.monotonic()
@@ -253,7 +256,7 @@ class Updater:
                 reason = f"revoked: {revoked[serving]}"
                 await self._ledger.note(rules.after(brought, Event.REVOKED, self._now().wall, reason=reason))
                 return True
-            release = await asyncio.to_thread(accepted.release, self._config.channel, name)
+            release = await _outside(accepted.release, self._config.channel, name)
             forced = self._forced.pop(name, "")
             if release is None or release.pointer.digest == serving:
                 continue
@@ -361,7 +364,7 @@ class Updater:
         revoked = self._ledger.facts.revoked.get(deployment.digest)
         if revoked is not None:
             raise _EndedElsewhereError(Event.REVOKED, f"revoked: {revoked}")
-        release = await asyncio.to_thread(accepted.release, self._config.channel, deployment.name)
+        release = await _outside(accepted.release, self._config.channel, deployment.name)
         if release is None or release.pointer.digest != deployment.digest:
             holds = release.pointer.version if release else "nothing"
             raise _EndedElsewhereError(Event.SUPERSEDED, f"channel {self._config.channel} holds {holds} now")
@@ -374,16 +377,19 @@ class Updater:
 
     async def _fetch(self, deployment: Deployment) -> Judged:
         manifest = await self._release(deployment)
-        self._fetched_bytes = 0
+        self._fetched_bytes, gone = 0, threading.Event()
 
         def count(more_bytes: int) -> None:
             self._fetched_bytes += more_bytes
 
         def fetch() -> None:
             if self._opened:
-                self._opened.fetch(manifest, self._folder(deployment.digest), self._blobs_here(), count)
+                self._opened.fetch(manifest, self._folder(deployment.digest), self._blobs_here(), count, gone)
 
-        await asyncio.to_thread(fetch)
+        try:
+            await _outside(fetch)
+        finally:
+            gone.set()
         return Judged("", {"fetched_bytes": float(self._fetched_bytes)})
 
     def _blobs_here(self) -> Mapping[str, Path]:
@@ -482,6 +488,33 @@ class Updater:
             tally = self._tallies.get(self._service.serving(outcome.model).name)
             if tally:
                 tally.count(outcome.seconds, outcome.error)
+
+
+def _brief(deployments: Sequence[Deployment]) -> dict[str, Any] | None:
+    """What a campaign must know of the latest deployment, if there was one."""
+    keys = ("id", "name", "version", "digest", "step", "committed", "reason")
+    return {key: rules.document(deployments[0])[key] for key in keys} if deployments else None
+
+
+async def _outside(call: Callable[..., T], *given: object) -> T:
+    """Run what waits for a network, in a thread that does not hold up the end of the daemon."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = call(*given)
+        except BaseException as error:
+            tell(future.set_exception, error)
+        else:
+            tell(future.set_result, result)
+
+    def tell(how: Callable[[Any], None], what: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if future.done() else how(what))
+
+    threading.Thread(target=run, name="update", daemon=True).start()
+    return await future
 
 
 class _EndedElsewhereError(UntrustedUpdate):

@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from appliance.adapters import host
-from appliance.adapters.journal import Journal, Known
-from appliance.core.deployment import to_serve
-from appliance.inbox import Inbox
-from appliance.ledger import Ledger, resumed
 from appliance.service import Bundle, Service
 from appliance.settings import Settings
 from models.errors import BundleError, ConfigError
 from models.folder import BundleFolder
 
 if TYPE_CHECKING:
+    from appliance.adapters.journal import Journal, Known
     from appliance.adapters.repository import Repository
     from appliance.updater import Updater
+
+# A start without updates needs none of what stands behind them, so that is imported where it is needed.
 
 log = structlog.get_logger()
 
@@ -36,7 +35,8 @@ class Updates:
         self._config, self._clock, self._slots = config, clock, config.state_dir / _SLOTS
         self._updater: Updater | None = None
         self._journal: Journal | None = None
-        self._known, self._root = Known(), b""
+        self._known: Known | None = None
+        self._root = b""
         path = config.state_dir / _JOURNAL
         if config.update.root and config.update.url:
             try:
@@ -45,6 +45,9 @@ class Updates:
                 msg = f"update.root names {config.update.root}, which cannot be read ({error.strerror}): give root.json"
                 raise ConfigError(msg) from error
         if self._root or path.exists():
+            from appliance.adapters.journal import Journal  # noqa: PLC0415 - see the top
+            from appliance.ledger import resumed  # noqa: PLC0415
+
             self._journal = Journal(path)
             self._known = resumed(self._journal, clock())
 
@@ -59,6 +62,10 @@ class Updates:
 
     def present(self, folder: Path, open_bundle: Callable[[Path], Bundle]) -> Bundle:
         """What serves in the place of `folder`: the version that an update brought, else what it holds itself."""
+        if self._known is None:
+            return open_bundle(folder)
+        from appliance.core.deployment import to_serve  # noqa: PLC0415 - see the top
+
         name = BundleFolder(folder).manifest.name
         slots = list(self._known.slots)
         while slot := to_serve(slots, name, self._known.facts.revoked):
@@ -71,15 +78,17 @@ class Updates:
 
     def start(self, service: Service, open_bundle: Callable[[Path], Bundle]) -> None:
         """Look for updates from now on, where that is set up; called on the event loop."""
-        if not self._journal or not self._root:
+        if not self._journal or not self._known or not self._root:
             return
-        from appliance.updater import Given, Time, Updater  # noqa: PLC0415 - a start without updates needs none of it
+        from appliance.inbox import Inbox  # noqa: PLC0415 - see the top
+        from appliance.ledger import Ledger  # noqa: PLC0415
+        from appliance.updater import Given, Time, Updater  # noqa: PLC0415
 
         given = {}
         for folder in self._config.bundles:
             manifest = BundleFolder(folder).manifest
             given[manifest.name] = Given(folder, manifest.digest)
-        ledger = Ledger(self._journal, self._known)
+        ledger = Ledger(self._journal, self._known, service.tell)
         service.inbox = Inbox(self._journal, lambda: ledger.facts.commanders, lambda: ledger.facts.time_floor)
         assumed = self._config.clock.assume_synced
         self._updater = Updater(

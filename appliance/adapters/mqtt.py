@@ -116,7 +116,7 @@ class Mqtt:
     def _publish_state(self) -> None:
         """Queue the retained state; runs on the event loop."""
         status = self._service.status()
-        state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock")}
+        state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock", "update")}
         self._publish(_Publication(f"{self._prefix}/state", orjson.dumps(state), retain=True))
 
     def _publish(self, publication: _Publication) -> None:

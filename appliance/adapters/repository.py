@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -49,7 +48,7 @@ from models.orders import Commander, Commanders
 from models.published import Pointer, Revoked
 
 _CHUNK_BYTES = 256 * 1024
-_CONNECT_S, _READ_S = 10.0, 30.0
+_CONNECT_S, _READ_S = 10.0, 10.0
 _FILE_LIMIT_S = 120.0
 """For a whole file of metadata: a server that sends a byte now and then must not hold an update for ever."""
 _RETRIES = urllib3.Retry(
@@ -64,6 +63,8 @@ _FRUITLESS = 4
 """Connections in a row that bring nothing of a blob, after which it is given up for now."""
 _PARALLEL = 3
 """Blobs at a time: more would only share the same link."""
+_WINDOW_BYTES = 2**24
+"""That a frame may ask for when it is unpacked; twice what `provision publish` uses."""
 _OK, _PARTIAL, _NOT_SATISFIABLE = 200, 206, 416
 _LARGEST_MANIFEST_BYTES = 16 * 2**20
 
@@ -134,7 +135,8 @@ class Fetcher(FetcherInterface):
         parts = urlsplit(url)
         proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
         if proxy not in self._pools:
-            self._pools[proxy] = urllib3.ProxyManager(proxy) if proxy else urllib3.PoolManager()
+            many = {"maxsize": _PARALLEL}
+            self._pools[proxy] = urllib3.ProxyManager(proxy, **many) if proxy else urllib3.PoolManager(**many)
         return self._pools[proxy]
 
 
@@ -178,12 +180,14 @@ class Repository:
         slot: Path,
         others: Mapping[str, Path],
         on_bytes: Callable[[int], None] = lambda _count: None,
+        gone: threading.Event | None = None,
     ) -> None:
         """Bring what `manifest` names into the folder `slot`, its manifest last.
 
         Blobs that are there, or as checked blobs of `others` (sha256 -> file), are not fetched. `on_bytes` is told, in
-        other threads, of compressed bytes as they come. Raises Unreachable, also when the disk would be too full, and
-        UntrustedUpdate for blobs that are not what was signed. What came stays there for the next try.
+        other threads, of compressed bytes as they come; `gone`, set by others, ends it. Raises Unreachable, also when
+        the disk would be too full, and UntrustedUpdate for blobs that are not what was signed. What came stays there
+        for the next try.
         """
         missing = []
         for blob in manifest.blobs():
@@ -192,16 +196,32 @@ class Repository:
             if not matches(path, blob) and not _linked(others.get(blob.sha256), path, blob):
                 missing.append(blob)
         self._check_room(slot, missing)
-        gone = threading.Event()
-        with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="blob") as pool:
-            tasks = [pool.submit(self._blob, blob, blob_path(slot, blob), on_bytes, gone) for blob in missing]
-            try:
-                for task in tasks:
-                    task.result()
-            except BaseException:
-                gone.set()
-                raise
+        self._blobs(missing, slot, on_bytes, gone or threading.Event())
         write_file(slot / MANIFEST, manifest.to_bytes())
+
+    def _blobs(self, missing: list[Blob], slot: Path, on_bytes: Callable[[int], None], gone: threading.Event) -> None:
+        """Fetch blobs, some at a time, in threads that do not hold up the end of the process."""
+        waiting, errors = iter(missing), list[BaseException]()
+
+        def work() -> None:
+            try:
+                for blob in waiting:
+                    if gone.is_set():
+                        return
+                    self._blob(blob, blob_path(slot, blob), on_bytes, gone)
+            except BaseException as error:
+                errors.append(error)
+                gone.set()
+
+        threads = [threading.Thread(target=work, name="blob", daemon=True) for _ in range(_PARALLEL)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        if gone.is_set():
+            raise Unreachable("the download was ended: it goes on later")
 
     def _check_room(self, slot: Path, missing: list[Blob]) -> None:
         """Refuse before anything is fetched what would not fit, compressed and unpacked."""
@@ -232,37 +252,59 @@ class Repository:
     def _stream(
         self, blob: Blob, path: Path, part: Path, on_bytes: Callable[[int], None], gone: threading.Event
     ) -> None:
-        """Fetch what is missing of `part`, unpacking and hashing as it comes."""
+        """Fetch what is missing of `part`, unpacking and hashing as it comes, a bounded piece at a time."""
         temporary = path.with_name(f"{path.name}.new")
-        fruitless = 0
+        sha256, size_bytes = hashlib.sha256(), 0
         with part.open("ab+") as packed, temporary.open("wb") as out:
-            packed.seek(0)
-            unpacked = _Unpacked(blob, out)
-            while chunk := packed.read(_CHUNK_BYTES):
-                unpacked.take(chunk)
-            while not unpacked.whole:
-                had, why = packed.tell(), "it ends too early"
-                try:
-                    for chunk in self._rest(blob, had):
-                        if gone.is_set():
-                            raise Unreachable("another part of the update cannot be had: it is tried again later")
-                        packed.write(chunk)
-                        unpacked.take(chunk)
-                        on_bytes(len(chunk))
-                        self._pace(len(chunk))
-                except DownloadError as error:
-                    why = str(error)
-                if not unpacked.whole:
-                    fruitless = fruitless + 1 if packed.tell() == had else 0
-                    if fruitless >= _FRUITLESS:
-                        msg = f"blob {blob.sha256[:12]} cannot be fetched ({why}): it is tried again later"
-                        raise Unreachable(msg)
-                    # Jittered: a fleet that lost its mirror must not come back all at once.
-                    gone.wait(random.uniform(0, 0.2 * 2**fruitless))  # noqa: S311 - not for secrets
+            source = _Source(self._packed(blob, packed, on_bytes, gone))
+            unpacker = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+            try:
+                with unpacker.stream_reader(source, read_size=_CHUNK_BYTES, closefd=False) as content:
+                    while (left_bytes := blob.size_bytes - size_bytes) > 0:  # what may follow is not part of it
+                        piece = content.read(min(_CHUNK_BYTES, left_bytes))
+                        size_bytes += len(piece)
+                        sha256.update(piece)
+                        out.write(piece)
+                        if len(piece) < min(_CHUNK_BYTES, left_bytes):  # the frame has ended
+                            break
+            except zstandard.ZstdError as error:
+                raise _damaged(blob, str(error)) from error
+            if Blob(sha256.hexdigest(), size_bytes) != blob:
+                raise _damaged(blob, "its content is not what was signed")
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
+
+    def _packed(
+        self, blob: Blob, packed: IO[bytes], on_bytes: Callable[[int], None], gone: threading.Event
+    ) -> Iterator[bytes]:
+        """The compressed bytes of a blob: those that `packed` holds, then the others, which are added to it.
+
+        Whoever has enough leaves. Raises Unreachable when there are no more for now.
+        """
+        packed.seek(0)
+        while chunk := packed.read(_CHUNK_BYTES):
+            yield chunk
+        fruitless = 0
+        while True:
+            had, why = packed.tell(), "it ends too early"
+            try:
+                for chunk in self._rest(blob, had):
+                    if gone.is_set():
+                        raise Unreachable("the download was ended: it goes on later")
+                    packed.write(chunk)
+                    on_bytes(len(chunk))
+                    self._pace(len(chunk))
+                    yield chunk
+            except DownloadError as error:
+                why = str(error)
+            fruitless = fruitless + 1 if packed.tell() == had else 0
+            if fruitless >= _FRUITLESS:
+                msg = f"blob {blob.sha256[:12]} cannot be fetched ({why}): it is tried again later"
+                raise Unreachable(msg)
+            # Jittered: a fleet that lost its mirror must not come back all at once.
+            gone.wait(random.uniform(0, 0.2 * 2**fruitless))  # noqa: S311 - not for secrets
 
     def _rest(self, blob: Blob, start: int) -> Iterator[bytes]:
         """The compressed bytes of a blob from `start` on, never more than it can have."""
@@ -330,33 +372,15 @@ class Accepted:
             return content
 
 
-class _Unpacked:
-    """What comes out of compressed bytes, written and hashed as they come."""
+class _Source:
+    """Pieces of bytes as a file to read."""
 
-    def __init__(self, blob: Blob, out: IO[bytes]) -> None:
-        self._blob, self._out = blob, out
-        self._sha256, self._size_bytes = hashlib.sha256(), 0
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self.whole = False
-        """Whether all of it is there, and is what it should be."""
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
 
-    def take(self, chunk: bytes) -> None:
-        """Unpack; raises UntrustedUpdate as soon as it cannot be the blob any more."""
-        if self.whole:
-            raise _damaged(self._blob, "it goes on after its end")
-        try:
-            content = self._frame.decompress(chunk)
-        except zstandard.ZstdError as error:
-            raise _damaged(self._blob, str(error)) from error
-        self._size_bytes += len(content)
-        if self._size_bytes > self._blob.size_bytes:
-            raise _damaged(self._blob, "it is longer than was signed")
-        self._sha256.update(content)
-        self._out.write(content)
-        if self._frame.eof:
-            if self._frame.unused_data or Blob(self._sha256.hexdigest(), self._size_bytes) != self._blob:
-                raise _damaged(self._blob, "its content is not what was signed")
-            self.whole = True
+    def read(self, _size: int = -1) -> bytes:
+        """The next piece, whatever its size; empty at the end."""
+        return next(self._pieces, b"")
 
 
 class _Pace:

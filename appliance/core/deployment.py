@@ -273,9 +273,16 @@ def to_serve(slots: Iterable[Slot], name: str, revoked: Mapping[str, str] | None
 
 
 def kept(slots: Sequence[Slot], deployments: Iterable[Deployment], serving: Iterable[str]) -> frozenset[str]:
-    """Digests whose files stay: what serves, what is under way and where it came from, and one good one to go back."""
+    """Digests whose files stay.
+
+    What serves, what is under way and where it came from, one good one to go back, and of each bundle what the latest
+    attempt has fetched if that was refused for no fault of the version: it is tried again.
+    """
+    deployments = list(deployments)
     stay = set(serving)
     stay |= {digest for one in deployments if not one.ended for digest in (one.digest, one.previous)}
+    latest = {one.name: one for one in sorted(deployments, key=lambda one: one.id)}
+    stay |= {one.digest for one in latest.values() if one.at is Step.REFUSED and not one.condemns}
     good = [slot for slot in slots if slot.state == SlotState.GOOD.value and slot.digest not in stay]
     spare = {found.digest for name in {slot.name for slot in good} if (found := to_serve(good, name))}
     return frozenset(stay | spare)

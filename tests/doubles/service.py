@@ -67,6 +67,11 @@ class MemoryService:
     def start(self) -> None:
         """Nothing needs to be started."""
 
+    def tell(self) -> None:
+        """Call the listeners."""
+        for listener in self.listeners:
+            listener()
+
     async def stop(self, grace_s: float) -> None:
         """Nothing needs to be stopped."""
 

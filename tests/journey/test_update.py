@@ -205,6 +205,26 @@ def test_a_link_that_cuts_corrupts_and_replays_delays_an_update_and_no_more(
     daemon.stop()
 
 
+def test_a_daemon_stops_at_once_while_a_download_hangs_and_goes_on_with_it_after_its_next_start(
+    start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
+) -> None:
+    one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
+    daemon = follow(start_daemon, mirror, one)
+    mirror.stalled = "/blobs/"
+    mirror.add(two)
+    order(daemon, "update")
+    eventually(lambda: daemon.status()["update"]["step"] == "fetch", "it fetches")
+    eventually(lambda: any("/blobs/" in path for path, _range in mirror.asked), "it hangs")
+    began = time.monotonic()
+    daemon.stop()
+    assert time.monotonic() - began < 8
+    mirror.mended.set()
+    again = follow(start_daemon, mirror, one, SHADOW_REQUESTS="0")
+    done = ended(again)
+    assert (done["step"], done["begins"]["fetch"]) == ("good", 2)
+    again.stop()
+
+
 def test_a_version_that_is_revoked_while_it_serves_is_left_for_the_one_before(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:

@@ -35,6 +35,9 @@ class Mirror:
         """Pattern of a path -> after so many bytes the connection is cut, each time."""
         self.bodies: dict[str, bytes] = {}
         """Pattern of a path -> what is sent in its place."""
+        self.stalled: str = ""
+        """Pattern of paths that are answered only when `mended` is set."""
+        self.mended = threading.Event()
         self.asked: list[tuple[str, str]] = []
         """Path and range of every request."""
         self.sent_bytes = 0
@@ -52,6 +55,7 @@ class Mirror:
         return self
 
     def __exit__(self, *_fault: object) -> None:
+        self.mended.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -70,6 +74,8 @@ def _handler(mirror: Mirror) -> type[RangeHandler]:
                 self.end_headers()
                 self.wfile.write(body)
                 return
+            if mirror.stalled and re.search(mirror.stalled, self.path):
+                mirror.mended.wait(60)
             super().do_GET()
 
         def copyfile(self, source: Any, outputfile: BinaryIO) -> None:  # type: ignore[override] # noqa: ANN401 - typeshed's is wider

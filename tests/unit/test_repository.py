@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -235,8 +236,8 @@ def test_a_repository_that_is_away_is_asked_again_later(mirror: Mirror, device: 
 
 
 def big_blob(mirror: Mirror, tmp_path: Path) -> Blob:
-    """Publish version 9, whose graph is 300 kB that cannot be compressed much; that blob."""
-    noise = "".join(f"{number * 2654435761 % 2**32:08x}" for number in range(60_000))
+    """Publish version 9, whose graph is 160 kB that cannot be compressed much; that blob."""
+    noise = "".join(f"{number * 2654435761 % 2**32:08x}" for number in range(20_000))
     path = tiny.scale_bundle(tmp_path / "v9", 9, null=True, noise=noise)  # type: ignore[arg-type] # one more key
     mirror.add(path)
     return max(BundleFolder(path).manifest.blobs(), key=lambda blob: blob.size_bytes)
@@ -252,10 +253,10 @@ def test_a_link_that_breaks_again_and_again_brings_each_byte_once(
 ) -> None:
     blob = big_blob(mirror, tmp_path)
     packed_bytes = (mirror.folder / published.blob_file(blob)).stat().st_size
-    mirror.cuts[blob.sha256] = packed_bytes // 5
+    mirror.cuts[blob.sha256] = packed_bytes // 4 + 1
     device.fetch()
     ranges = [wanted for path, wanted in mirror.asked if blob.sha256 in path]
-    assert len(ranges) == 6
+    assert len(ranges) == 4
     assert ranges[0] == ""
     assert all(wanted.startswith("bytes=") for wanted in ranges[1:])
     others = sum(path.stat().st_size for path in (mirror.folder / published.BLOBS).iterdir()) - packed_bytes
@@ -273,11 +274,11 @@ def test_what_came_before_the_link_was_lost_is_not_fetched_again(
         device.fetch()
     assert not (device.slot / "manifest.json").exists()
     part = next(device.slot.rglob(f"{blob.sha256}.part"))
-    part.write_bytes(content[:100_000])
+    part.write_bytes(content[:10_000])
     mirror.cuts.clear()
     mirror.asked.clear()
     device.fetch()
-    assert [wanted for path, wanted in mirror.asked if "/blobs/" in path] == ["bytes=100000-"]
+    assert [wanted for path, wanted in mirror.asked if "/blobs/" in path] == ["bytes=10000-"]
 
 
 def test_a_part_from_another_time_costs_a_second_download_no_more(
@@ -300,7 +301,7 @@ def test_a_server_that_knows_no_ranges_is_enough(mirror: Mirror, device: Device,
     device.fetch()
 
 
-@pytest.mark.parametrize("damage", ["other", "longer", "more", "endless", "bomb", "noise"])
+@pytest.mark.parametrize("damage", ["other", "shorter", "endless", "bomb", "noise"])
 def test_a_blob_that_is_not_what_was_signed_is_refused_and_leaves_no_bundle(
     mirror: Mirror, device: Device, tmp_path: Path, damage: str
 ) -> None:
@@ -310,14 +311,17 @@ def test_a_blob_that_is_not_what_was_signed_is_refused_and_leaves_no_bundle(
     pack = zstandard.ZstdCompressor().compress
     mirror.bodies[blob.sha256] = {
         "other": pack(content[::-1]),
-        "longer": pack(content + b"x"),
-        "more": packed + b"x",
+        "shorter": pack(content[:-1]),
         "endless": b"\x28\xb5\x2f\xfd" + b"\x00" * 3_000_000,
-        "bomb": pack(b"\x00" * 50_000_000),
+        "bomb": pack(b"\x00" * 200_000_000),
         "noise": b"no zstd at all",
     }[damage]
+    tracemalloc.start()
     with pytest.raises(UntrustedUpdate, match="is not what was signed"):
         device.fetch()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 20e6
     assert not (device.slot / "manifest.json").exists()
     assert not (device.slot / "blobs" / "sha256" / blob.sha256).exists()
     mirror.bodies.clear()
