@@ -154,6 +154,12 @@ class Update(_Part):
         default=None, description="its root.json, the one thing that this device trusts by itself"
     )
     channel: Literal["dev", "canary", "stable"] = Field(default="stable", description="which versions this device runs")
+    pins: Mapping[str, str] = Field(default={}, description="bundle -> the version it runs, whatever its channel holds")
+    window: str = Field(
+        default="",
+        pattern=r"^(([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d)?$",
+        description="UTC, like 22:00-04:30: new versions are tried and serve only then; downloads need no window",
+    )
     check_s: float = Field(default=3600.0, ge=1, le=7 * 86400, description="how often the repository is asked")
     limit_bytes_per_s: float = Field(default=0.0, ge=0, description="for downloads; 0 is no limit")
     reserve_bytes: int = Field(default=256 * 2**20, ge=0, description="of free disk that updates leave alone")

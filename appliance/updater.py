@@ -43,11 +43,12 @@ from models.errors import (
     Overloaded,
     Unreachable,
     UntrustedUpdate,
+    UpdateError,
 )
 from models.folder import BundleFolder, blob_path
 
 if TYPE_CHECKING:
-    from appliance.adapters.repository import Accepted, Repository
+    from appliance.adapters.repository import Accepted, Release, Repository
 
 log = structlog.get_logger()
 
@@ -212,6 +213,8 @@ class Updater:
             if active is None:
                 return 0.0 if await self._look() else self._config.check_s * jitter
             wait_s = min(active.not_before - self._now().wall, rules.LONGEST_WAIT_S)
+            if active.at is Step.PROVE:
+                wait_s = max(wait_s, clock.until_window(self._config.window, self._now().wall))
             if wait_s > 0:
                 return wait_s
             await self._advance(active)
@@ -256,8 +259,10 @@ class Updater:
                 reason = f"revoked: {revoked[serving]}"
                 await self._ledger.note(rules.after(brought, Event.REVOKED, self._now().wall, reason=reason))
                 return True
-            release = await _outside(accepted.release, self._config.channel, name)
+            release = await self._offered(accepted, name)
             forced = self._forced.pop(name, "")
+            if release is None and name in self._config.pins:
+                self._ledger.say(f"{name} is pinned to {self._config.pins[name]}, which is not published")
             if release is None or release.pointer.digest == serving:
                 continue
             pointer = release.pointer
@@ -303,6 +308,8 @@ class Updater:
             candidates: list[Candidate] = []
 
             async def prove(deployment: Deployment) -> Judged:
+                with contextlib.suppress(Unreachable, UntrustedUpdate):  # it may have waited long for its window
+                    await self._release(deployment)
                 fresh = await asyncio.to_thread(self._open, self._folder(deployment.digest))
                 candidates.append(await stack.enter_async_context(self._service.candidate(fresh)))
                 return Judged()
@@ -354,7 +361,10 @@ class Updater:
     # Steps
 
     async def _check(self, deployment: Deployment) -> Judged:
-        manifest = await self._release(deployment)
+        try:
+            manifest = await self._release(deployment)
+        except UntrustedUpdate as error:  # of which this version is innocent
+            raise Unreachable(str(error)) from error
         known = manifest.task.kind in TASKS
         return Judged("" if known else f"task {manifest.task.kind!r} is not known here: update the appliance first")
 
@@ -364,11 +374,15 @@ class Updater:
         revoked = self._ledger.facts.revoked.get(deployment.digest)
         if revoked is not None:
             raise _EndedElsewhereError(Event.REVOKED, f"revoked: {revoked}")
-        release = await _outside(accepted.release, self._config.channel, deployment.name)
+        release = await self._offered(accepted, deployment.name)
         if release is None or release.pointer.digest != deployment.digest:
             holds = release.pointer.version if release else "nothing"
-            raise _EndedElsewhereError(Event.SUPERSEDED, f"channel {self._config.channel} holds {holds} now")
+            raise _EndedElsewhereError(Event.SUPERSEDED, f"{deployment.name} should run {holds} now")
         return release.manifest
+
+    async def _offered(self, accepted: Accepted, name: str) -> Release | None:
+        """What this device should run of a bundle: what it is pinned to, else what its channel holds."""
+        return await _outside(accepted.release, self._config.channel, name, self._config.pins.get(name, ""))
 
     async def _reserve(self, deployment: Deployment) -> Judged:
         """The slot was marked bad when this step was written down."""
@@ -517,7 +531,7 @@ async def _outside(call: Callable[..., T], *given: object) -> T:
     return await future
 
 
-class _EndedElsewhereError(UntrustedUpdate):
+class _EndedElsewhereError(UpdateError):
     """A version that the repository does not want here any more."""
 
     def __init__(self, event: Event, reason: str) -> None:

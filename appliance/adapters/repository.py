@@ -345,13 +345,22 @@ class Accepted:
         content = self._target(published.COMMANDERS)
         return published.from_bytes(Commanders, content).keys if content is not None else {}
 
-    def release(self, channel: str, name: str) -> Release | None:
-        """What `channel` has for bundle `name`; None for nothing. Raises UntrustedUpdate, Unreachable, BundleError."""
-        content = self._target(published.channel_target(channel, name))
-        if content is None:
+    def release(self, channel: str, name: str, version: str = "") -> Release | None:
+        """What `channel` has for bundle `name`, or that `version` of it whatever the channel has; None for nothing.
+
+        Raises UntrustedUpdate, Unreachable, BundleError.
+        """
+        if version:
+            signed = self._target(published.manifest_target(name, version))
+            pointer = Pointer(name, version, hashlib.sha256(signed or b"").hexdigest())
+        else:
+            content = self._target(published.channel_target(channel, name))
+            if content is None:
+                return None
+            pointer = published.from_bytes(Pointer, content)
+            signed = self._target(published.manifest_target(pointer.name, pointer.version))
+        if version and signed is None:
             return None
-        pointer = published.from_bytes(Pointer, content)
-        signed = self._target(published.manifest_target(pointer.name, pointer.version))
         if signed is None or pointer.name != name or hashlib.sha256(signed).hexdigest() != pointer.digest:
             msg = f"channel {channel} points to {pointer.name} {pointer.version}, which is not published as it says"
             raise UntrustedUpdate(msg)

@@ -88,7 +88,7 @@ TABLE: Mapping[tuple[Step, Event], Step] = {
     **{(step, Event.PASSED): after for step, after in itertools.pairwise(_ORDER)},
     **{(step, Event.FAILED): Step.REFUSED for step in _BEFORE_SERVING},
     **{(step, Event.REVOKED): Step.REFUSED for step in _BEFORE_SERVING},
-    **{(step, Event.SUPERSEDED): Step.REFUSED for step in (Step.CHECK, Step.FETCH)},
+    **{(step, Event.SUPERSEDED): Step.REFUSED for step in (Step.CHECK, Step.FETCH, Step.PROVE)},
     **{(step, Event.LATER): step for step in (Step.CHECK, Step.FETCH, Step.VERIFY, Step.BACK)},
     **{(step, Event.LATER): Step.VERIFY for step in _LOADED},
     **{(step, Event.RESTARTED): step for step in (Step.CHECK, Step.RESERVE, Step.FETCH, Step.VERIFY)},

@@ -225,6 +225,30 @@ def test_a_daemon_stops_at_once_while_a_download_hangs_and_goes_on_with_it_after
     again.stop()
 
 
+def test_nothing_is_installed_while_the_clock_shows_a_time_that_is_past_and_nothing_before_its_window(
+    start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
+) -> None:
+    one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
+    hour = int(time.time() // 3600 + 12) % 24
+    window = {"APPLIANCE_UPDATE__WINDOW": f"{hour:02}:00-{hour:02}:30", "APPLIANCE_UPDATE__PINS": '{"scale": "2.0.0"}'}
+    daemon = follow(start_daemon, mirror, one, APPLIANCE_FAULTS__ENABLED="true", **window)
+    mirror.add(two)
+
+    def clock_steps(amount: float) -> None:
+        fault = {"fault": "clock-step", "amount": amount, "for_s": 3600}
+        daemon.http.post("/v1/faults", json=fault, headers=daemon.authorized("admin")).raise_for_status()
+
+    clock_steps(60 - time.time())  # 1970
+    order(daemon, "update")
+    eventually(lambda: "clock_not_trusted" in (daemon.status()["update"]["problem"] or ""), "it says why")
+    assert not deployments(daemon)
+    assert binary_floats(daemon.infer("scale.g", X))[0, 0] == 3
+    daemon.http.post("/v1/faults", json={"fault": "none"}, headers=daemon.authorized("admin")).raise_for_status()
+    order(daemon, "update")
+    eventually(lambda: daemon.status()["update"]["step"] == "prove", "all is fetched and waits for the window")
+    daemon.stop()
+
+
 def test_a_version_that_is_revoked_while_it_serves_is_left_for_the_one_before(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:

@@ -134,6 +134,24 @@ def test_nothing_is_installed_by_a_clock_that_is_not_synchronised_or_shows_a_tim
         assert clock.distrust(wall, floor, synced=synced).startswith("clock_not_trusted: ")
 
 
+@pytest.mark.parametrize(
+    ("window", "hour", "wait_h"),
+    [
+        ("", 12, 0),
+        ("22:00-04:30", 12, 10),
+        ("22:00-04:30", 22, 0),
+        ("22:00-04:30", 4, 0),
+        ("22:00-04:30", 5, 17),
+        ("01:00-02:00", 1.5, 0),
+        ("01:00-02:00", 2, 23),
+        ("03:00-03:00", 12, 0),
+    ],
+)
+def test_a_window_that_is_closed_says_when_it_opens(window: str, hour: float, wait_h: float) -> None:
+    midnight = NOW - NOW % clock.DAY_S
+    assert clock.until_window(window, midnight + hour * 3600) == wait_h * 3600
+
+
 def test_what_was_signed_raises_the_floor_but_never_above_the_clock() -> None:
     assert clock.raised(NOW, NOW + 50, NOW + 100) == NOW + 50
     assert clock.raised(NOW, NOW - 50, NOW + 100) == NOW

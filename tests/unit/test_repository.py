@@ -99,6 +99,15 @@ def test_a_device_sees_what_its_channel_holds_and_when_that_was_signed(mirror: M
     assert device.accept().release("canary", "scale")
 
 
+def test_a_pinned_version_is_had_whatever_the_channel_holds(mirror: Mirror, device: Device, tmp_path: Path) -> None:
+    mirror.add(bundle(tmp_path, 2))
+    accepted = device.accept()
+    pinned = accepted.release("stable", "scale", "1.0.0")
+    assert pinned
+    assert pinned.manifest == BundleFolder(bundle(tmp_path, 1)).manifest
+    assert accepted.release("stable", "scale", "7.0.0") is None
+
+
 def test_an_older_state_of_the_repository_is_refused(mirror: Mirror, device: Device, tmp_path: Path) -> None:
     shutil.copytree(mirror.folder / "metadata", tmp_path / "old")
     mirror.add(bundle(tmp_path, 2))
