@@ -114,13 +114,26 @@ class Updater:
         """Bundle -> id of the order that wants its condemned version tried again."""
         self._wanted_back: tuple[int, str] | None = None
         """Deployment that an operator wants undone, and the reason to be told."""
+        self._aborted: tuple[int, str] | None = None
+        """Deployment that an operator does not want any more, and the reason to be told."""
+        self._paused: bool | None = None
+        """What an operator has ordered and is not written down yet."""
+        self._working: asyncio.Task[Judged] | None = None
+        self._interrupted = False
+        """Whether an order, not the end of the daemon, has cancelled `_working`."""
         self._tallies = {name: Tally() for name in followed}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begin; called on the event loop."""
         self._service.observers.append(self._observe)
-        self._service.orders |= {"update": self._order_update, "rollback": self._order_rollback}
+        self._service.orders |= {
+            "update": self._order_update,
+            "rollback": self._order_rollback,
+            "pause": lambda _order: self._order_pause(paused=True),
+            "resume": lambda _order: self._order_pause(paused=False),
+            "abort": self._order_abort,
+        }
         self._service.deployments = lambda: [rules.document(one) for one in self._ledger.deployments]
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -139,6 +152,7 @@ class Updater:
             "problem": self._ledger.problem or None,
             "looked_s_ago": None if self._looked_at is None else round(time.monotonic() - self._looked_at, 1),
             "looking": self._looking,
+            "paused": self._ledger.facts.paused,
             "deployment": active.id if active else None,
             "step": active.step if active else None,
             "fetched_bytes": self._fetched_bytes if active and active.at is Step.FETCH else None,
@@ -175,6 +189,34 @@ class Updater:
         self._want()
         return {"deployment": latest.id, "to": self._before(latest)[1]}
 
+    def _order_pause(self, *, paused: bool) -> dict[str, Any]:
+        """Begin and continue nothing, or do so again; a trial and a way back go on."""
+        self._paused = paused
+        if paused:
+            self._interrupt()
+        self._want()
+        return {"paused": paused}
+
+    def _order_abort(self, order: Command) -> dict[str, Any]:
+        """Give up the deployment that is under way."""
+        active = self._ledger.active
+        if active is None:
+            raise BadInput("no deployment is under way")
+        if active.at not in rules.INTERRUPTIBLE:
+            msg = f"deployment {active.id} is at {active.step}: order a rollback when it serves"
+            raise BadInput(msg)
+        self._aborted = (active.id, f"aborted by order {order.id}")
+        self._interrupt()
+        self._want()
+        return {"deployment": active.id}
+
+    def _interrupt(self) -> None:
+        """End the work of a step that can be done again."""
+        active = self._ledger.active
+        if self._working and active and active.at in rules.INTERRUPTIBLE:
+            self._interrupted = True
+            self._working.cancel()
+
     def _want(self) -> None:
         self._looking = True
         self._wanted.set()
@@ -205,11 +247,10 @@ class Updater:
         """Do what is due; seconds until there is something again, unless an order comes."""
         jitter = random.uniform(0.8, 1.2)  # noqa: S311 - not for secrets; a fleet must not ask all at once
         try:
-            if self._wanted_back:
-                (number, reason), self._wanted_back = self._wanted_back, None
-                undone = rules.after(self._ledger.of(number), Event.FAILED, self._now().wall, reason=reason)
-                await self._ledger.note(undone)
+            await self._obey()
             active = self._ledger.active
+            if self._ledger.facts.paused and (active is None or active.at not in {Step.TRIAL, Step.BACK}):
+                return rules.LONGEST_WAIT_S
             if active is None:
                 return 0.0 if await self._look() else self._config.check_s * jitter
             wait_s = min(active.not_before - self._now().wall, rules.LONGEST_WAIT_S)
@@ -227,6 +268,18 @@ class Updater:
             return _RETRY_S
         return 0.0
 
+    async def _obey(self) -> None:
+        """Write down what orders have asked for."""
+        if self._paused is not None:
+            paused, self._paused = self._paused, None
+            await self._ledger.learn(replace(self._ledger.facts, paused=paused))
+        back, aborted = self._wanted_back, self._aborted
+        self._wanted_back = self._aborted = None
+        for wanted, event in ((back, Event.FAILED), (aborted, Event.ABORTED)):
+            if wanted:
+                number, reason = wanted
+                await self._ledger.note(rules.after(self._ledger.of(number), event, self._now().wall, reason=reason))
+
     async def _accepted(self) -> Accepted:
         """Fresh signed metadata; raises UntrustedUpdate also while the clock is not believed."""
         known, time_ = self._ledger.facts, self._now()
@@ -235,7 +288,9 @@ class Updater:
             raise Unreachable(doubt)
         accepted, signed = await _outside(self._refresh, time_.wall)
         floor = clock.raised(known.time_floor, accepted.signed_at, time_.wall)
-        await self._ledger.learn(replace(signed, time_floor=floor, revoked={**known.revoked, **signed.revoked}))
+        await self._ledger.learn(
+            replace(known, time_floor=floor, revoked={**known.revoked, **signed.revoked}, commanders=signed.commanders)
+        )
         self._looked_at = time.monotonic()
         self._ledger.say("")
         return accepted
@@ -343,8 +398,13 @@ class Updater:
             return None
         event, judged = Event.PASSED, Judged()
         try:
-            judged = await work(begun)
+            self._working = asyncio.ensure_future(work(begun))
+            judged = await self._working
             event = Event.FAILED if judged.reason else Event.PASSED
+        except asyncio.CancelledError:
+            if not self._interrupted:
+                raise
+            event, judged = Event.LATER, Judged("an order came between")
         except (Unreachable, InsufficientMemory, Overloaded, OSError) as error:
             event, judged = Event.LATER, Judged(str(error))
             self._ledger.say(str(error))
@@ -352,6 +412,7 @@ class Updater:
             event, judged = error.event, Judged(str(error))
         except ApplianceError as error:
             event, judged = Event.FAILED, Judged(str(error))
+        self._working, self._interrupted = None, False
         if (begun.at, event) not in rules.TABLE:  # this step cannot be put off
             event = Event.FAILED
         ended = rules.after(begun, event, self._now().wall, reason=judged.reason, figures=judged.figures)

@@ -41,7 +41,7 @@ _KEPT_DEPLOYMENTS, _KEPT_ORDERS = 100, 1000
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was learned from signed metadata."""
+    """What was learned from signed metadata and orders."""
 
     time_floor: float = 0.0
     """Unix seconds: it cannot be earlier."""
@@ -49,6 +49,8 @@ class Facts:
     """Digest -> why."""
     commanders: Mapping[str, Commander] = field(default_factory=dict)
     """Who may order this device, by key id."""
+    paused: bool = False
+    """An operator wants no update to be begun or to go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -135,8 +135,9 @@ class Fetcher(FetcherInterface):
         parts = urlsplit(url)
         proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
         if proxy not in self._pools:
-            many = {"maxsize": _PARALLEL}
-            self._pools[proxy] = urllib3.ProxyManager(proxy, **many) if proxy else urllib3.PoolManager(**many)
+            self._pools[proxy] = (
+                urllib3.ProxyManager(proxy, maxsize=_PARALLEL) if proxy else urllib3.PoolManager(maxsize=_PARALLEL)
+            )
         return self._pools[proxy]
 
 
@@ -256,7 +257,7 @@ class Repository:
         temporary = path.with_name(f"{path.name}.new")
         sha256, size_bytes = hashlib.sha256(), 0
         with part.open("ab+") as packed, temporary.open("wb") as out:
-            source = _Source(self._packed(blob, packed, on_bytes, gone))
+            source = cast("IO[bytes]", _Source(self._packed(blob, packed, on_bytes, gone)))  # it is only read
             unpacker = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
             try:
                 with unpacker.stream_reader(source, read_size=_CHUNK_BYTES, closefd=False) as content:

@@ -18,9 +18,12 @@ COMMANDS: Mapping[str, frozenset[str]] = {
     "status": frozenset(),
     "update": frozenset({"name", "force"}),
     "rollback": frozenset({"name"}),
+    "pause": frozenset(),
+    "resume": frozenset(),
+    "abort": frozenset(),
 }
 """Orders this version carries out -> the args that they take."""
-CHANGING = frozenset({"update", "rollback"})
+CHANGING = frozenset(COMMANDS) - {"status"}
 """They change the device, so whoever gives them must be known: owning the broker is not owning the fleet."""
 
 LONGEST_ID = 128

@@ -63,6 +63,8 @@ class Event(str, Enum):
     """The version may not be run any more."""
     SUPERSEDED = "superseded"
     """Its channel holds another version by now."""
+    ABORTED = "aborted"
+    """An operator does not want it any more."""
 
 
 class SlotState(str, Enum):
@@ -88,6 +90,7 @@ TABLE: Mapping[tuple[Step, Event], Step] = {
     **{(step, Event.PASSED): after for step, after in itertools.pairwise(_ORDER)},
     **{(step, Event.FAILED): Step.REFUSED for step in _BEFORE_SERVING},
     **{(step, Event.REVOKED): Step.REFUSED for step in _BEFORE_SERVING},
+    **{(step, Event.ABORTED): Step.REFUSED for step in _BEFORE_SERVING},
     **{(step, Event.SUPERSEDED): Step.REFUSED for step in (Step.CHECK, Step.FETCH, Step.PROVE)},
     **{(step, Event.LATER): step for step in (Step.CHECK, Step.FETCH, Step.VERIFY, Step.BACK)},
     **{(step, Event.LATER): Step.VERIFY for step in _LOADED},
@@ -115,6 +118,10 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 
 _CONDEMNS = frozenset({Step.CHECK, *_LOADED, Step.TRIAL, Step.GOOD})
 """Who fails there would fail again: the device does not try that version again by itself."""
+
+
+INTERRUPTIBLE = frozenset({Step.CHECK, Step.FETCH, Step.VERIFY, *_LOADED}) - {Step.SWITCH}
+"""An order may end the work of these at any moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +213,7 @@ def after(
     if event is Event.LATER:
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (deployment.begins.get(step.value, 1) - 1))
     failed = event in {Event.FAILED, Event.REVOKED} and step is not Step.BACK
-    told = failed or event is Event.SUPERSEDED
+    told = failed or event in {Event.SUPERSEDED, Event.ABORTED}
     return replace(
         deployment,
         step=following.value,

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def test_a_version_that_is_slower_or_wrong_is_refused_before_it_serves(
             assert (done["step"], done["failed_step"]) == ("refused", step), done
             assert reason in done["reason"]
     assert set(seen) == {"1.0.0"}
-    assert not list((daemon.state_dir / "slots").iterdir())
+    eventually(lambda: not list((daemon.state_dir / "slots").iterdir()), "nothing of them is left")
     daemon.stop()
 
 
@@ -225,25 +226,65 @@ def test_a_daemon_stops_at_once_while_a_download_hangs_and_goes_on_with_it_after
     again.stop()
 
 
+def test_a_download_is_paused_goes_on_and_is_aborted_by_order_and_a_pause_outlives_the_daemon(
+    start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
+) -> None:
+    one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
+    daemon = follow(start_daemon, mirror, one, SHADOW_REQUESTS="0")
+
+    def fetching() -> bool:
+        return bool(daemon.status()["update"]["step"] == "fetch" and any("/blobs/" in path for path, _ in mirror.asked))
+
+    mirror.stalled = "/blobs/"
+    mirror.add(two)
+    order(daemon, "update")
+    eventually(fetching, "it fetches")
+    assert order(daemon, "pause")["status"] == "done"
+    eventually(lambda: daemon.status()["update"]["paused"], "it has stopped")
+    assert deployments(daemon)[0]["verdicts"][-1]["reason"] == "an order came between"
+    daemon.stop()
+    mirror.asked.clear()
+    daemon = follow(start_daemon, mirror, one, SHADOW_REQUESTS="0")
+    assert daemon.status()["update"]["paused"]
+    order(daemon, "resume")
+    eventually(fetching, "it fetches again", 20)
+    assert order(daemon, "abort")["status"] == "done"
+    done = ended(daemon)
+    assert done["step"] == "refused"
+    assert done["reason"].startswith("aborted by order")
+    assert order(daemon, "abort")["reason"] == "no deployment is under way"
+    mirror.mended.set()
+    order(daemon, "update")
+    assert ended(daemon, 2)["step"] == "good"
+    daemon.stop()
+
+
 def test_nothing_is_installed_while_the_clock_shows_a_time_that_is_past_and_nothing_before_its_window(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
     one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
     hour = int(time.time() // 3600 + 12) % 24
-    window = {"APPLIANCE_UPDATE__WINDOW": f"{hour:02}:00-{hour:02}:30", "APPLIANCE_UPDATE__PINS": '{"scale": "2.0.0"}'}
+    window = {"WINDOW": f"{hour:02}:00-{hour:02}:30", "PINS": '{"scale": "2.0.0"}'}
     daemon = follow(start_daemon, mirror, one, APPLIANCE_FAULTS__ENABLED="true", **window)
+
+    def fault(name: str, **more: float) -> None:
+        document = {"fault": name, **more}
+        daemon.http.post("/v1/faults", json=document, headers=daemon.authorized("admin")).raise_for_status()
+
+    def problem(part: str) -> None:
+        order(daemon, "update")
+        eventually(lambda: part in (daemon.status()["update"]["problem"] or ""), f"it says {part}")
+
+    mirror.at = datetime.now(timezone.utc) + timedelta(days=100)
+    mirror.add(one)
+    fault("clock-step", amount=100 * 86400.0, for_s=3600)
+    problem("is pinned to 2.0.0, which is not published")
+    fault("none")  # the battery was empty: the clock shows a time before the signature that was accepted
     mirror.add(two)
-
-    def clock_steps(amount: float) -> None:
-        fault = {"fault": "clock-step", "amount": amount, "for_s": 3600}
-        daemon.http.post("/v1/faults", json=fault, headers=daemon.authorized("admin")).raise_for_status()
-
-    clock_steps(60 - time.time())  # 1970
-    order(daemon, "update")
-    eventually(lambda: "clock_not_trusted" in (daemon.status()["update"]["problem"] or ""), "it says why")
+    problem("clock_not_trusted: the clock is 8")
     assert not deployments(daemon)
     assert binary_floats(daemon.infer("scale.g", X))[0, 0] == 3
-    daemon.http.post("/v1/faults", json={"fault": "none"}, headers=daemon.authorized("admin")).raise_for_status()
+    fault("clock-step", amount=100 * 86400.0, for_s=3600)
     order(daemon, "update")
     eventually(lambda: daemon.status()["update"]["step"] == "prove", "all is fetched and waits for the window")
     daemon.stop()
