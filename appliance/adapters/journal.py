@@ -37,6 +37,13 @@ CREATE TABLE IF NOT EXISTS signers (name TEXT PRIMARY KEY, sequence INTEGER NOT 
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, document TEXT NOT NULL);
 """
 _KEPT_DEPLOYMENTS, _KEPT_ORDERS = 100, 1000
+_FORGET_DEPLOYMENTS = """
+DELETE FROM deployments WHERE id NOT IN (SELECT id FROM deployments ORDER BY id DESC LIMIT ?)
+AND id NOT IN
+    (SELECT json_extract(document, '$.deployment') FROM slots WHERE json_extract(document, '$.state') <> 'bad')
+"""
+"""What brought a version that may serve is kept: it knows the way back."""
+_FORGET_ORDERS = "DELETE FROM orders WHERE rowid NOT IN (SELECT rowid FROM orders ORDER BY rowid DESC LIMIT ?)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +144,7 @@ class Journal:
                 "ON CONFLICT (name) DO UPDATE SET sequence = MAX(sequence, excluded.sequence)",
                 (entry.signer, entry.sequence),
             )
-            newest = "SELECT rowid FROM orders ORDER BY rowid DESC LIMIT ?"
-            self._database.execute(f"DELETE FROM orders WHERE rowid NOT IN ({newest})", (_KEPT_ORDERS,))  # noqa: S608 - our own text
+            self._database.execute(_FORGET_ORDERS, (_KEPT_ORDERS,))
 
     def write(self, deployments: Iterable[Deployment], slots: Iterable[Slot], facts: Facts | None) -> None:
         """What `record` does, in this thread."""
@@ -149,8 +155,7 @@ class Journal:
                 self._database.execute("INSERT OR REPLACE INTO slots VALUES (?, ?)", (slot.digest, _text(slot)))
             if facts:
                 self._database.execute("INSERT OR REPLACE INTO facts VALUES ('signed', ?)", (_text(facts),))
-            newest = "SELECT id FROM deployments ORDER BY id DESC LIMIT ?"
-            self._database.execute(f"DELETE FROM deployments WHERE id NOT IN ({newest})", (_KEPT_DEPLOYMENTS,))  # noqa: S608 - our own text
+            self._database.execute(_FORGET_DEPLOYMENTS, (_KEPT_DEPLOYMENTS,))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

@@ -63,11 +63,14 @@ def test_an_entry_of_another_version_is_left_out_and_the_rest_is_read(tmp_path: 
         assert journal.read().deployments == (DEPLOYMENT,)
 
 
-def test_the_last_hundred_deployments_are_remembered(tmp_path: Path) -> None:
+def test_the_last_hundred_deployments_are_remembered_and_those_that_brought_what_may_serve(tmp_path: Path) -> None:
     with closing(Journal(tmp_path / "journal.db")) as journal:
+        journal.write(
+            [Deployment(0, "scale", "0", "c", "d", started_at=NOW)], [Slot("c", "scale", "0", "good", 0)], None
+        )
         many = [Deployment(number, "scale", "1", "a", "b", started_at=NOW) for number in range(1, 121)]
         journal.write(many, [], None)
-        assert [one.id for one in journal.read().deployments] == list(range(21, 121))
+        assert [one.id for one in journal.read().deployments] == [0, *range(21, 121)]
 
 
 def test_every_commit_is_synced(tmp_path: Path) -> None:
