@@ -277,14 +277,14 @@ def test_nothing_is_installed_while_the_clock_shows_a_time_that_is_past_and_noth
 
     mirror.at = datetime.now(timezone.utc) + timedelta(days=100)
     mirror.add(one)
-    fault("clock-step", amount=100 * 86400.0, for_s=3600)
+    fault("clock-step", amount=100 * 86400.0, for_s=600)
     problem("is pinned to 2.0.0, which is not published")
     fault("none")  # the battery was empty: the clock shows a time before the signature that was accepted
     mirror.add(two)
     problem("clock_not_trusted: the clock is 8")
     assert not deployments(daemon)
     assert binary_floats(daemon.infer("scale.g", X))[0, 0] == 3
-    fault("clock-step", amount=100 * 86400.0, for_s=3600)
+    fault("clock-step", amount=100 * 86400.0, for_s=600)
     order(daemon, "update")
     eventually(lambda: daemon.status()["update"]["step"] == "prove", "all is fetched and waits for the window")
     daemon.stop()
