@@ -50,6 +50,7 @@ def follow(start_daemon: StartDaemon, mirror: Mirror, bundle: Path, folder: str 
         "SHADOW_REQUESTS": "5",
         "CHECK_S": "3600",
         "RESERVE_BYTES": "0",
+        "TRIAL_RATIO": "50",
     } | settings
     env = {key if key.startswith("APPLIANCE_") else f"APPLIANCE_UPDATE__{key}": value for key, value in chosen.items()}
     return (
@@ -148,12 +149,12 @@ def test_a_version_that_is_slower_or_wrong_is_refused_before_it_serves(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
     one = tiny.scale_bundle(tmp_path / "v1", 1, null=True)
-    slow = tiny.scale_bundle(tmp_path / "v2", 2, null=True, delay_s=0.05)
+    slow = tiny.scale_bundle(tmp_path / "v2", 2, null=True, delay_s=0.1)
     wrong = tiny.scale_bundle(tmp_path / "v3", 3, null=True, proven=False)
     daemon = follow(start_daemon, mirror, one)
     with traffic(daemon) as seen:
         for number, (bundle, step, reason) in enumerate(
-            [(slow, "latency", "g takes 5"), (wrong, "prove", "golden answer 'y'")], 1
+            [(slow, "latency", "g takes 1"), (wrong, "prove", "golden answer 'y'")], 1
         ):
             mirror.add(bundle)
             order(daemon, "update")

@@ -86,9 +86,9 @@ def test_a_trial_ends_early_when_requests_fail_by_the_fault_of_the_version() -> 
 
 
 def test_a_trial_that_is_over_is_judged_by_latency_where_enough_was_asked() -> None:
-    judged = gates.trial(tally(5, 50), tally(20, 50), RULES, over=True)
+    judged = gates.trial(tally(5, 50), tally(30, 50), RULES, over=True)
     assert judged
-    assert judged.reason == "requests take 20.0 ms on trial and took 5.0 ms before (P95)"
+    assert judged.reason == "requests take 30.0 ms on trial and took 5.0 ms before (P95)"
     for before, new in ((50, 10), (10, 50), (0, 0)):
         quiet = gates.trial(tally(5, before), tally(20, new), RULES, over=True)
         assert quiet
