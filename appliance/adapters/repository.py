@@ -198,6 +198,8 @@ class Repository:
                 missing.append(blob)
         self._check_room(slot, missing)
         self._blobs(missing, slot, on_bytes, gone or threading.Event())
+        for folder in (slot.parent.parent, slot.parent, slot, slot / "blobs"):
+            _sync_folder(folder)
         write_file(slot / MANIFEST, manifest.to_bytes())
 
     def _blobs(self, missing: list[Blob], slot: Path, on_bytes: Callable[[int], None], gone: threading.Event) -> None:

@@ -5,10 +5,13 @@ The server is real and on loopback; the time is handed in.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import resource
 import shutil
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -367,6 +370,34 @@ def test_a_limit_of_the_link_is_kept(mirror: Mirror, tmp_path: Path, monkeypatch
     monkeypatch.setattr(tuf.time, "sleep", waited.append)
     Device(tmp_path / "device", mirror, Link(limit_bytes_per_s=1000.0)).fetch()
     assert max(waited) == pytest.approx(mirror.sent_bytes / 1000.0, rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_blob_above_two_gibibytes_arrives_in_bounded_memory(mirror: Mirror, device: Device) -> None:
+    size_bytes, zeros = 2**31 + 5, bytes(2**20)
+    sha256 = hashlib.sha256()
+    for _ in range(2**11):
+        sha256.update(zeros)
+    sha256.update(bytes(5))
+    big = Blob(sha256.hexdigest(), size_bytes)
+    with (mirror.folder / published.blob_file(big)).open("wb") as file:
+        packer = zstandard.ZstdCompressor(level=1).stream_writer(file, size=size_bytes)
+        for _ in range(2**11):
+            packer.write(zeros)
+        packer.write(bytes(5))
+        packer.close()
+    release = device.accept().release("stable", "scale")
+    assert release
+    graph = release.manifest.graphs["g"]
+    variant = replace(graph.variants["fp32"], graph=big)
+    manifest = replace(release.manifest, graphs={"g": replace(graph, variants={"fp32": variant})})
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    device.repository.fetch(manifest, device.slot, {})
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 100 * 1024
+    path = device.slot / "blobs" / "sha256" / big.sha256
+    assert path.stat().st_size == size_bytes
+    path.unlink()
 
 
 # The command line of the public conformance suite
