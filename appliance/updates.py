@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,11 +64,21 @@ class Updates:
 
     def present(self, folder: Path, open_bundle: Callable[[Path], Bundle]) -> Bundle:
         """What serves in the place of `folder`: the version that an update brought, else what it holds itself."""
-        if self._known is None:
+        if self._known is None or self._journal is None:
             return open_bundle(folder)
         from appliance.core.deployment import to_serve  # noqa: PLC0415 - see the top
 
-        name = BundleFolder(folder).manifest.name
+        facts = self._known.facts
+        try:
+            name = BundleFolder(folder).manifest.name
+        except BundleError as error:  # what an update brought does not need it
+            if str(folder) not in facts.given:
+                raise
+            name = facts.given[str(folder)]
+            log.warning("bundle_not_read", model=name, reason=str(error))
+        if facts.given.get(str(folder)) != name:
+            self._known = replace(self._known, facts=replace(facts, given={**facts.given, str(folder): name}))
+            self._journal.write([], [], self._known.facts)
         slots = list(self._known.slots)
         while slot := to_serve(slots, name, self._known.facts.revoked):
             try:
@@ -86,8 +98,10 @@ class Updates:
 
         given = {}
         for folder in self._config.bundles:
-            manifest = BundleFolder(folder).manifest
-            given[manifest.name] = Given(folder, manifest.digest)
+            name, digest = self._known.facts.given[str(folder)], ""
+            with contextlib.suppress(BundleError):
+                digest = BundleFolder(folder).manifest.digest
+            given[name] = Given(folder, digest)
         ledger = Ledger(self._journal, self._known, service.tell)
         service.inbox = Inbox(self._journal, lambda: ledger.facts.commanders, lambda: ledger.facts.time_floor)
         assumed = self._config.clock.assume_synced

@@ -56,6 +56,8 @@ class Facts:
     """Digest -> why."""
     commanders: Mapping[str, Commander] = field(default_factory=dict)
     """Who may order this device, by key id."""
+    given: Mapping[str, str] = field(default_factory=dict)
+    """Folder that the daemon was given -> name of the bundle in it, when it could be read last."""
     paused: bool = False
     """An operator wants no update to be begun or to go on."""
 
