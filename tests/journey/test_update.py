@@ -145,6 +145,7 @@ def test_a_published_version_is_fetched_proven_and_serves_and_the_next_start_ser
     again.stop()
 
 
+@pytest.mark.long
 def test_a_version_that_is_slower_or_wrong_is_refused_before_it_serves(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
@@ -340,6 +341,7 @@ def test_a_daemon_that_is_killed_at_any_moment_of_an_update_ends_with_the_old_or
 
 
 @needs_mosquitto
+@pytest.mark.long
 def test_an_operator_publishes_and_orders_from_a_shell_and_a_replay_of_the_order_does_nothing(
     start_daemon: StartDaemon, broker: Mosquitto, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """What a device takes from a repository, and what it does not: the attacks of the TUF specification and bad links.
 
-The server is real and on loopback; the time is handed in.
+The server is real and on loopback; the time is handed in. Past 400 lines because every test is one attack or fault
+against the same mirror and device.
 """
 
 from __future__ import annotations
