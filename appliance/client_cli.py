@@ -6,6 +6,8 @@ import json
 import os
 import ssl
 import sys
+import time
+import uuid
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +33,7 @@ Url = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 app.add_typer(token_cli.app, name="token")
 
+_POLL_S = 0.5
 DEFAULT_URL = "http://127.0.0.1:8080"
 TOKEN_VARIABLE, CA_VARIABLE = "APPLIANCE_TOKEN", "APPLIANCE_CA"
 """Not options: a command line can be read by everybody on the machine."""
@@ -122,9 +125,67 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         screen.print(f"mqtt {mqtt['broker']}: {state}")
     if not answer["clock"]["synced"]:
         screen.print(
-            "the clock is not synchronised: that matters only for updates, which this version does not have",
+            "the clock is not synchronised: no update is installed until it is",
             style="dim",
         )
+    update = answer["update"]
+    if update:
+        step = f"deployment {update['deployment']} is at {update['step']}" if update["deployment"] else "nothing to do"
+        screen.print(f"updates from channel {update['channel']}: {update['problem'] or step}")
+
+
+@app.command(epilog="Example: appliance update --wait. APPLIANCE_TOKEN holds an administrator's token.")
+def update(
+    name: Annotated[str, typer.Option(help="bundle meant by --force (default: all)", metavar="NAME")] = "",
+    force: Annotated[bool, typer.Option("--force", help="also take a version that failed on this device")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="return when the deployment has ended")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Look for new versions now, and move to them."""
+    args = ({"name": name} if name else {}) | ({"force": True} if force else {})
+    _order(url, "update", args, wait=wait, as_json=as_json)
+
+
+@app.command(epilog="Example: appliance rollback --wait. APPLIANCE_TOKEN holds an administrator's token.")
+def rollback(
+    name: Annotated[str, typer.Option(help="bundle meant (default: the first)", metavar="NAME")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="return when it has ended")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Go back to the version before the one that serves."""
+    _order(url, "rollback", {"name": name} if name else {}, wait=wait, as_json=as_json)
+
+
+def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json: bool) -> None:
+    """Give an order, wait for what comes of it if so wished, and print that."""
+    order = {"id": str(uuid.uuid4()), "command": command, "args": args}
+    answer = _ask("POST", url, "/v1/commands", json=order)
+    if answer["status"] != "done":
+        console.fail(f"{command} is {answer['status']}: {answer['reason']}")
+    if wait:
+        time.sleep(_POLL_S)  # until the daemon has begun what was ordered
+        while (state := _ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
+            time.sleep(_POLL_S)
+        answer = {"problem": state["problem"], "deployment": next(iter(_deployments(url)), None)}
+    if as_json:
+        print(json.dumps(answer, ensure_ascii=False))
+        return
+    screen = console.plain()
+    if not wait:
+        screen.print(f"{command} was ordered; `appliance status` shows how far it is")
+        return
+    latest = answer["deployment"]
+    if latest:
+        screen.print(f"deployment {latest['id']}: {latest['name']} {latest['version']} is {latest['step']}")
+    if answer["problem"] or (latest and latest["reason"]):
+        screen.print(answer["problem"] or latest["reason"], style="yellow")
+
+
+def _deployments(url: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = _ask("GET", url, "/v1/deployments")["deployments"]
+    return found
 
 
 @app.command(epilog="Example: appliance doctor --drill. It breaks the daemon on purpose: not while it is needed.")

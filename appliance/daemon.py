@@ -14,9 +14,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 import structlog
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 import kernels
 import models
@@ -44,6 +46,7 @@ from appliance.faults import Faults, Switch
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
+from appliance.updates import Updates
 from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
@@ -95,40 +98,32 @@ async def _run(config: settings.Settings) -> int:
                 },
                 "memory_bytes": host.memory_bytes(),
                 "mqtt": mqtt.status() if mqtt else None,
+                "update": updates.status(),
                 "faults_enabled": config.faults.enabled,
             }
 
         switches: dict[str, Switch] = {"clock-step": clock.step, "disk-full": store.pretend_full}
         faults = Faults(switches) if config.faults.enabled else None
         memory = MachineMemory(config, _limits(config), store)
-        bundles = _bundles(config, store, memory)
+        updates = stack.enter_context(contextlib.closing(Updates(config, clock)))
+        open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates)
+        bundles = _bundles(config, memory, lambda folder: updates.present(folder, open_bundle))
         service = Service(
             bundles,
             device_id=device_id,
             facts=facts,
             faults=faults,
             keeper=memory.keeper(bundles),
-            reread=partial(_reread, config=config, store=store, memory=memory),
+            reread=partial(_reread, open_bundle=open_bundle),
         )
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
         bodies = Bodies(each_bytes=config.http.body_limit_bytes, all_bytes=config.http.bodies_limit_bytes)
-        server = _Server(
-            uvicorn.Config(
-                gate_before(http.build(service, Metrics(service), bodies), config.http, TokenFile(config.state_dir)),
-                http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
-                ws="none",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,  # whoever sends them could pass for any address, and so for any client
-                server_header=False,
-                date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
-                lifespan="off",
-                timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-                ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
-            )
+        app = gate_before(
+            http.build(service, Metrics(service), bodies, clock), config.http, TokenFile(config.state_dir)
         )
+        server = _server(app, config, tls)
 
         async def stop_service() -> None:
             # What answering took is no longer there for the workers: the whole stop fits into the grace period.
@@ -139,10 +134,7 @@ async def _run(config: settings.Settings) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, server.stop)
-        hungry_s = watchdog_s()
-        if hungry_s is not None:
-            feeding = loop.create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
-            stack.callback(feeding.cancel)
+        _feed_watchdog(stack, service)
         readiness = _Readiness(service)
         service.listeners.append(readiness)
         service.start()
@@ -155,14 +147,28 @@ async def _run(config: settings.Settings) -> int:
             log.info("mqtt_off", why="no broker is configured (mqtt.host)")
         if not service.models():
             log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
-        address, port = listener.getsockname()[:2]
-        scheme = "https" if config.http.tls_certificate else "http"
-        log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
+        _say_serving(listener, config)
+        updates.start(service, open_bundle)
+        stack.push_async_callback(updates.stop)
         gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
         await server.serve(sockets=[listener])
         log.info("stopping")
         notify("STOPPING=1")
     return 0
+
+
+def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
+    """Feed systemd's watchdog, where it waits for that, until `stack` is left."""
+    hungry_s = watchdog_s()
+    if hungry_s is not None:
+        feeding = asyncio.get_running_loop().create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
+        stack.callback(feeding.cancel)
+
+
+def _say_serving(listener: socket.socket, config: settings.Settings) -> None:
+    address, port = listener.getsockname()[:2]
+    scheme = "https" if config.http.tls_certificate else "http"
+    log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
 
 
 class _Readiness:
@@ -193,6 +199,24 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
+def _server(app: ASGIApp, config: settings.Settings, tls: ssl.SSLContext | None) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
+            ws="none",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # whoever sends them could pass for any address, and so for any client
+            server_header=False,
+            date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
+            lifespan="off",
+            timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
+            ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
+        )
+    )
+
+
 class _StandardError:
     """Where the log goes. What cannot be written is lost: a full disk or a reader that left must stop no daemon."""
 
@@ -211,9 +235,9 @@ def _limits(config: settings.Settings) -> Limits:
     return Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
 
 
-def _bundles(config: settings.Settings, store: Store, memory: MachineMemory) -> list[Bundle]:
+def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Callable[[Path], Bundle]) -> list[Bundle]:
     limits = _limits(config)
-    found = [_open_bundle(path, config, limits, store, memory) for path in config.bundles]
+    found = [open_bundle(path) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
         if not path.is_file():
@@ -248,7 +272,10 @@ def _bundles(config: settings.Settings, store: Store, memory: MachineMemory) -> 
     return found
 
 
-def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: Store, memory: MachineMemory) -> Bundle:
+def _open_bundle(
+    path: Path, config: settings.Settings, store: Store, memory: MachineMemory, updates: Updates
+) -> Bundle:
+    limits = _limits(config)
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
@@ -272,7 +299,7 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         idle_trim_s=config.memory.idle_trim_s,
         memory=known.memory,
     )
-    return Bundle(
+    bundle = Bundle(
         _ways(order, passed),
         limits,
         manifest=manifest,
@@ -284,13 +311,16 @@ def _open_bundle(path: Path, config: settings.Settings, limits: Limits, store: S
         start_life=memory.start_life,
         folder=path,
     )
+    if updates.trusts(path, digest):
+        bundle.trust = "signed"
+    return bundle
 
 
-def _reread(bundle: Bundle, config: settings.Settings, store: Store, memory: MachineMemory) -> Bundle | None:
+def _reread(bundle: Bundle, open_bundle: Callable[[Path], Bundle]) -> Bundle | None:
     """What the folder of `bundle` holds now; None where that is what it serves. Raises BundleError."""
     if bundle.folder is None or BundleFolder(bundle.folder).manifest.digest == bundle.digest:
         return None
-    found = _open_bundle(bundle.folder, config, _limits(config), store, memory)
+    found = open_bundle(bundle.folder)
     if found.name != bundle.name:
         msg = f"{bundle.folder} holds {found.name!r} now: put {bundle.name!r} there, or start the daemon anew"
         raise BundleError(msg)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol, TypeVar
@@ -100,6 +100,21 @@ class Tenant(Protocol):
     """Requests that may wait for it."""
     used_at: float
     """When a request was answered last, in monotonic seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a version stands that is loaded and proven, and does not serve yet."""
+
+    need_bytes: int
+    """By what was measured of it."""
+    have_bytes: int
+    """For it, once the version before is gone."""
+    beside: bool
+    """Whether the version before serves meanwhile."""
+
+
+Judge = Callable[[Standing], Awaitable[None]]
 
 
 class SpareWorker(Protocol):
@@ -239,12 +254,13 @@ class Keeper:
         instead = self._admission(new, old.lease.size_bytes)
         return replace(beside, would_evict=(*([fresh.name] if instead.fits else []), *instead.would_evict))
 
-    async def swap(self, fresh: Tenant, rebind: Callable[[], None]) -> Swap:
+    async def swap(self, fresh: Tenant, rebind: Callable[[], None], judge: Judge | None = None) -> Swap:
         """Load, warm and prove `fresh` beside the version that serves, then switch; returns after the switch.
 
-        `rebind` is called in the moment of the switch and must only assign. The old version answers what it holds, and
-        leaves. Where memory holds only one of them the old one leaves first, and requests wait meanwhile. Swaps of one
-        model wait for each other, and go on when the one who waits leaves.
+        `rebind` is called in the moment of the switch and must only assign. `judge` is waited for before it, and
+        raises an ApplianceError where `fresh` must not serve, which is raised again here. The old version answers what
+        it holds, and leaves. Where memory holds only one of them the old one leaves first, and requests wait meanwhile.
+        Swaps of one model wait for each other, and go on when the one who waits leaves.
         Raises NotReady when `fresh` cannot be proven, InsufficientMemory when it would not fit even alone, NotFound;
         the old version then serves on.
         """
@@ -253,7 +269,7 @@ class Keeper:
         if self._stopping:
             raise NotReady("the appliance is stopping: swap models when it is back")
         new = Tenure(fresh, fresh.supervisor, loaded=False)
-        return await asyncio.shield(self._begin(old, self._swap(old, new, rebind, may_evict=True)))
+        return await asyncio.shield(self._begin(old, self._swap(old, new, rebind, may_evict=True, judge=judge)))
 
     async def unload(self, name: str) -> None:
         """Let a model answer what it holds, and end its worker; it stays away until it is loaded by name."""
@@ -563,7 +579,9 @@ class Keeper:
             return False
         return True
 
-    async def _swap(self, old: Tenure, new: Tenure, rebind: Callable[[], None], *, may_evict: bool) -> Swap:
+    async def _swap(
+        self, old: Tenure, new: Tenure, rebind: Callable[[], None], *, may_evict: bool, judge: Judge | None = None
+    ) -> Swap:
         """Put `new` in the place of `old`: beside it where memory allows, else after it. See `swap`."""
         began_at, gap_s = time.monotonic(), 0.0
         admission = self.swap_admission(new.tenant)
@@ -572,6 +590,7 @@ class Keeper:
         try:
             try:
                 await self._bring_proven(new, may_evict=may_evict, gentle=old.loaded)
+                await self._judge_swap(new, old, judge)
             except InsufficientMemory as error:
                 lease_bytes = old.lease.size_bytes if old.lease else 0
                 if not lease_bytes or not self._admission(new, lease_bytes).fits:
@@ -585,7 +604,7 @@ class Keeper:
                 )
                 gap_at = time.monotonic()
                 await self._leave(old, "its next version takes its place")
-                await self._bring_instead(new, old, may_evict=may_evict)
+                await self._bring_instead(new, old, may_evict=may_evict, judge=judge)
                 gap_s = time.monotonic() - gap_at
             load_s = time.monotonic() - began_at
             began_ns = time.perf_counter_ns()
@@ -608,10 +627,24 @@ class Keeper:
             await self._leave(tenure, "not proven", retire_s=0)
             raise NotReady(health.degraded or health.reason or f"it is {health.state.value}")
 
-    async def _bring_instead(self, new: Tenure, old: Tenure, *, may_evict: bool) -> None:
-        """Load `new`, or when that cannot be `old` again."""
+    async def _judge_swap(self, new: Tenure, old: Tenure, judge: Judge | None) -> None:
+        """Ask whether `new`, which is proven, may serve; where it may not nothing is left of it."""
+        if judge is None:
+            return
+        own = sum(lease.size_bytes for lease in (new.lease, old.lease, self._spare_lease) if lease)
+        need_bytes = sum(self._need(new).terms.values())
+        standing = Standing(need_bytes, self.budget.free_bytes + own, beside=old.loaded)
+        try:
+            await judge(standing)
+        except ApplianceError:
+            await self._leave(new, "not taken", retire_s=0)
+            raise
+
+    async def _bring_instead(self, new: Tenure, old: Tenure, *, may_evict: bool, judge: Judge | None) -> None:
+        """Load `new`, or when that cannot be, or may not serve, `old` again."""
         try:
             await self._bring_proven(new, may_evict=may_evict)
+            await self._judge_swap(new, old, judge)
         except ApplianceError as error:
             with contextlib.suppress(InsufficientMemory):
                 await self._bring(old, may_evict=may_evict)

@@ -9,31 +9,33 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 import structlog
 
 from appliance import __version__, wire
 from appliance.core.budget import Admission
-from appliance.core.command import Command, CommandResult
+from appliance.core.command import CHANGING, Command, CommandResult, read
 from appliance.core.faults import Fault
 from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import MEND, Faults, Injection
 from appliance.life import Life, StartLife
-from appliance.memory import UNLIMITED, Keeper, ModelState
+from appliance.memory import UNLIMITED, Judge, Keeper, ModelState, Standing
 from appliance.supervisor import Supervisor
 from appliance.swap import Swap, Swaps
 from models.bundle import Manifest
 from models.errors import (
+    ApplianceError,
     BadInput,
     BundleError,
     DeadlineExceeded,
+    Forbidden,
     InsufficientMemory,
     ModelError,
     NotFound,
@@ -41,6 +43,9 @@ from models.errors import (
     TooLarge,
 )
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
+
+if TYPE_CHECKING:
+    from appliance.inbox import Inbox
 
 log = structlog.get_logger()
 
@@ -80,7 +85,8 @@ class Origin:
     precision: str
     """Of the graph that ran; of a whole bundle each graph with its own: "cls fp32, det fp32, rec int8"."""
     trust: str
-    """`unverified-local` for a bundle folder given by hand, `unverified` for a bare ONNX file."""
+    """`signed` for a bundle from the repository, `unverified-local` for a bundle folder given by hand, `unverified` for
+    a bare ONNX file."""
     degraded: str | None
 
 
@@ -159,6 +165,8 @@ class Bundle:
         """When a request was answered last, in monotonic seconds."""
         self.name, self.manifest, self.folder = ways[0].name, manifest, folder
         self.digest = ways[0].digest or None
+        self.trust = "unverified-local" if manifest else "unverified"
+        """How far the content is vouched for."""
         self.supervisor = Supervisor(ways, limits, on_ready=on_ready, start_life=start_life)
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
@@ -169,11 +177,6 @@ class Bundle:
     def version(self) -> str:
         """Version of what is served."""
         return self.manifest.version if self.manifest else "1"
-
-    @property
-    def trust(self) -> str:
-        """How far the content is vouched for."""
-        return "unverified-local" if self.manifest else "unverified"
 
     @property
     def unready(self) -> str:
@@ -240,6 +243,32 @@ class Bundle:
         return InferResponse(origin, answer.tensors, answer.timing_ms)
 
 
+Mirror: TypeAlias = Callable[[InferRequest, InferResponse], None]
+"""Shown an answered request on the event loop, before the answer leaves; must be quick, and copy what it keeps."""
+
+Order: TypeAlias = Callable[[Command], Mapping[str, Any]]
+"""Carries out an order on the event loop and returns its result; raises ApplianceError where it cannot be done."""
+
+
+class Candidate:
+    """Another version of a bundle, proven and not serving yet."""
+
+    def __init__(self, before: Bundle, fresh: Bundle, standing: Standing, swapping: asyncio.Task[Swap]) -> None:
+        self.before, self.fresh, self.standing = before, fresh, standing
+        self._swapping = swapping
+        self.decision: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def switch(self) -> Swap:
+        """Let it serve, in the place of the version before."""
+        self.decision.set_result(None)
+        return await self._swapping
+
+    def refuse(self, reason: str) -> None:
+        """Let it go, unless it serves."""
+        if not self.decision.done():
+            self.decision.set_exception(NotReady(reason))
+
+
 class Service:
     """Everything the doors may ask for."""
 
@@ -264,6 +293,13 @@ class Service:
         """Called on the event loop when what `status` says of a model has changed."""
         self.observers: list[Observer] = []
         """Told of each request for a model that is served, whatever became of it; must be quick."""
+        self.mirrors: list[Mirror] = []
+        self.orders: dict[str, Order] = {"status": lambda _order: self.status()}
+        self.deployments: Callable[[], list[dict[str, Any]]] = list
+        """Attempts to move to another version, the newest first, as plain data."""
+        self.inbox: Inbox | None = None
+        """Remembers orders across restarts, and knows whose signature counts; None where none is set up."""
+        self._ordering = asyncio.Lock()
         self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
         self._facts, self._faults, self._reread = facts, faults, reread
@@ -275,7 +311,7 @@ class Service:
 
     def start(self) -> None:
         """Start a worker for every model that fits into memory."""
-        self._keeper.start(self._tell)
+        self._keeper.start(self.tell)
 
     async def stop(self, grace_s: float) -> None:
         """Answer what runs, refuse the rest, end the workers."""
@@ -312,7 +348,37 @@ class Service:
         async with self._loading[self._bundle(fresh.name).name]:
             return await self._swap(self._bundle(fresh.name), fresh)
 
-    async def _swap(self, bundle: Bundle, fresh: Bundle) -> Swap:
+    @contextlib.asynccontextmanager
+    async def candidate(self, fresh: Bundle) -> AsyncIterator[Candidate]:
+        """Load `fresh` as `swap` does, and prove it; inside it may be tried, and may be switched to.
+
+        Unless it was, nothing of it is left. Raises as `swap` does.
+        """
+        proven: asyncio.Future[Candidate] = asyncio.get_running_loop().create_future()
+
+        async def judge(standing: Standing) -> None:
+            candidate = Candidate(bundle, fresh, standing, swapping)
+            proven.set_result(candidate)
+            await candidate.decision
+
+        async with self._loading[self._bundle(fresh.name).name]:
+            bundle = self._bundle(fresh.name)
+            swapping = asyncio.ensure_future(self._swap(bundle, fresh, judge))
+            try:
+                either: list[asyncio.Future[Any]] = [swapping, proven]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not proven.done():
+                    await swapping
+                yield proven.result()
+            finally:
+                if proven.done():
+                    proven.result().refuse("it was not taken")
+                    await asyncio.wait([swapping])
+                swapping.cancel()
+                with contextlib.suppress(ApplianceError, asyncio.CancelledError):
+                    await swapping
+
+    async def _swap(self, bundle: Bundle, fresh: Bundle, judge: Judge | None = None) -> Swap:
         taken = sorted(name for name in fresh.names if self._by_model.get(name, bundle) is not bundle)
         if taken:
             raise self._refused(bundle, f"it brings the name {', '.join(taken)}, which another model has")
@@ -324,7 +390,7 @@ class Service:
             self._bundles[self._bundles.index(bundle)] = fresh
 
         try:
-            swap = await self._keeper.swap(fresh, rebind)
+            swap = await self._keeper.swap(fresh, rebind, judge)
         except InsufficientMemory as error:
             self._refused(bundle, error)
             raise
@@ -340,7 +406,7 @@ class Service:
             switch_us=round(swap.switch_s * 1e6, 1),
             gap_s=round(swap.gap_s, 3),
         )
-        self._tell()
+        self.tell()
         return swap
 
     def _refused(self, bundle: Bundle, reason: object) -> NotReady:
@@ -408,16 +474,75 @@ class Service:
         document["timing_ms"]["total"] = round((time.monotonic() - started) * 1e3, 3)
         return document
 
+    async def order(
+        self, payload: bytes, *, now: float, retained: bool = False, authorized: bool = False
+    ) -> CommandResult:
+        """Read an order as it came through a door, in an envelope or bare, and carry it out.
+
+        `now` is wall time in Unix seconds. `authorized` says that the door knows whoever gives it as an administrator;
+        a signature stands for that, too. Orders wait for each other.
+        """
+        async with self._ordering:
+            try:
+                content, signer = await self.inbox.opened(payload) if self.inbox else (payload, "")
+            except Forbidden as error:
+                return CommandResult("", "refused", str(error))
+            if self.inbox:
+                now = max(now, self.inbox.floor())
+            order = read(
+                content, device_id=self.device_id, now=now, retained=retained, authorized=authorized, signer=signer
+            )
+            if isinstance(order, CommandResult):
+                return order
+            if self.inbox is None or order.command not in CHANGING:
+                return self.execute(order)
+            try:
+                known = await self.inbox.known(order, signer)
+                if known:
+                    return known
+                await self.inbox.received(order, signer)
+                result = self.execute(order)
+                await self.inbox.done(order, signer, result)
+            except OSError as error:
+                return CommandResult(order.id, "failed", f"{error}: nothing is done that is not written down")
+            return result
+
     def execute(self, command: Command) -> CommandResult:
         """Carry out an order; the same id always gets the same answer."""
         known = self._results.get(command.id)
         if known is not None:
             return known
-        result = CommandResult(command.id, "done", result=self.status())
+        order = self.orders.get(command.command)
+        if order is None:
+            reason = f"order {command.command!r} needs what is not set up here: set update.url"
+            result = CommandResult(command.id, "refused", reason)
+        else:
+            try:
+                result = CommandResult(command.id, "done", result=order(command))
+            except ApplianceError as error:
+                result = CommandResult(command.id, "refused", str(error))
         self._results[command.id] = result
         while len(self._results) > _REMEMBERED_COMMANDS:
             self._results.popitem(last=False)
         return result
+
+    def result(self, order_id: str) -> CommandResult:
+        """The answer that an order got; raises NotFound when it is not known, or not any more."""
+        if order_id not in self._results:
+            msg = f"there is no order {order_id[:100]!r}: the last {_REMEMBERED_COMMANDS} since the start are known"
+            raise NotFound(msg)
+        return self._results[order_id]
+
+    def serving(self, name: str) -> Bundle:
+        """The bundle that answers for `name`; raises NotFound."""
+        return self._bundle(name)
+
+    def fault(self, name: str) -> str:
+        """Why the worker of `name` is not as it should be; empty while it is, or while it is not wanted."""
+        bundle = self._bundle(name)
+        if self._keeper.asleep(bundle.name):
+            return ""
+        return bundle.supervisor.health.degraded or self._unready(bundle)
 
     def inject(self, injection: Injection) -> None:
         """Break something on purpose, or mend everything; raises NotFound where that is off, BadInput, NotReady."""
@@ -459,7 +584,8 @@ class Service:
     def _info(self, bundle: Bundle, name: str) -> ModelInfo:
         return bundle.info(name, self._unready(bundle), wanted=self._keeper.wakes(bundle.name))
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """Call the listeners: something that `status` says has changed."""
         for listener in self.listeners:
             listener()
 
@@ -476,6 +602,8 @@ class Service:
             with self._room(bundle, request):
                 response = await bundle.infer(request, started)
             timing_ms = response.timing_ms
+            for mirror in self.mirrors:
+                mirror(request, response)
         except BaseException as error:  # a client that left is a CancelledError
             fault = error
             raise

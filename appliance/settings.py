@@ -146,6 +146,36 @@ class Clock(_Part):
     assume_synced: bool = Field(default=False, description="take the clock for synchronised; shown in status")
 
 
+class Update(_Part):
+    """Where new versions of bundles come from, and what they must show; no url means no updates."""
+
+    url: str = Field(default="", description="address of the repository that `provision publish` made")
+    root: Path | None = Field(
+        default=None, description="its root.json, the one thing that this device trusts by itself"
+    )
+    channel: Literal["dev", "canary", "stable"] = Field(default="stable", description="which versions this device runs")
+    pins: Mapping[str, str] = Field(default={}, description="bundle -> the version it runs, whatever its channel holds")
+    window: str = Field(
+        default="",
+        pattern=r"^(([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d)?$",
+        description="UTC, like 22:00-04:30: new versions are tried and serve only then; downloads need no window",
+    )
+    check_s: float = Field(default=3600.0, ge=1, le=7 * 86400, description="how often the repository is asked")
+    limit_bytes_per_s: float = Field(default=0.0, ge=0, description="for downloads; 0 is no limit")
+    reserve_bytes: int = Field(default=256 * 2**20, ge=0, description="of free disk that updates leave alone")
+    latency_ratio: float = Field(
+        default=1.5, ge=1, le=100, description="on the same inputs a new version may be so much slower (P95)"
+    )
+    shadow_requests: int = Field(default=20, ge=0, le=10_000, description="live requests that both versions answer")
+    shadow_s: float = Field(default=60.0, ge=0, le=86400, description="they are waited for no longer than this")
+    shadow_agreement: float = Field(default=0.5, ge=0, le=1, description="share of their answers that must agree")
+    trial_s: float = Field(default=600.0, ge=0, le=7 * 86400, description="a new version is watched for so long")
+    trial_errors: float = Field(default=0.02, ge=0, le=1, description="share of its requests that may fail meanwhile")
+    trial_ratio: float = Field(
+        default=2.0, ge=1, le=100, description="live requests may be so much slower than before (P95)"
+    )
+
+
 class Faults(_Part):
     """Fault injection, for drills."""
 
@@ -179,6 +209,7 @@ class Settings(BaseSettings):
     limits: Limits = Limits()
     memory: Memory = Memory()
     clock: Clock = Clock()
+    update: Update = Update()
     faults: Faults = Faults()
 
     @classmethod
@@ -217,6 +248,10 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     _refuse_open_door(settings.http)
+    if settings.update.url and settings.update.root is None:
+        raise ConfigError(
+            "update.url is set and nothing says whom to trust: set update.root to the repository's root.json"
+        )
     return settings
 
 

@@ -24,6 +24,8 @@ from models.errors import BundleError
 from models.spec import ModelSpec
 
 FORMAT = 1
+TASKS = ("reading", "lines", "tensors")
+"""Kinds of task that `models.tasks` carries out."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

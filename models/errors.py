@@ -16,6 +16,9 @@
     │   └── DeadlineExceeded     the caller's own deadline passed first
     ├── ModelError             the model or its runtime failed on a valid request
     ├── BundleError            what was packed is damaged, foreign or not for this device
+    ├── UpdateError            a device does not get, or must not take, what is published
+    │   ├── Unreachable          the repository does not answer, or the disk is full: try again later
+    │   └── UntrustedUpdate      what it answers is not signed, not fresh, or not what was signed
     ├── ConfigError            the operator's settings or command line
     └── WorkshopError          provisioning could not do what was asked
         ├── SourceError          the checkpoint or the labelled data is missing or unusable
@@ -46,6 +49,9 @@ __all__ = [
     "TooMany",
     "Unauthenticated",
     "Unavailable",
+    "Unreachable",
+    "UntrustedUpdate",
+    "UpdateError",
     "WorkerLost",
     "WorkshopError",
     "error_from_name",
@@ -128,6 +134,18 @@ class ModelError(ApplianceError):
 
 class BundleError(ApplianceError):
     """A bundle is damaged, of a format we do not know, or not for this device."""
+
+
+class UpdateError(ApplianceError):
+    """A device does not get, or must not take, what is published."""
+
+
+class Unreachable(UpdateError):
+    """The repository does not answer as it should, or there is no room for what it has; later that may be better."""
+
+
+class UntrustedUpdate(UpdateError):
+    """What the repository answers is not signed, not fresh, or not what was signed."""
 
 
 class ConfigError(ApplianceError):

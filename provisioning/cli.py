@@ -27,6 +27,7 @@ from appliance import __version__
 from models.errors import ApplianceError, ConfigError, WorkshopError
 from models.targets import BACKENDS, BUILD_CHECK
 from models.targets import TARGETS as ENGINE_TARGETS
+from provisioning import command_cli, publish_cli
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -42,6 +43,8 @@ app = typer.Typer(
 )
 _sweep = typer.Typer(no_args_is_help=True, help="Measure a graph over every value of one setting.")
 app.add_typer(_sweep, name="sweep")
+app.add_typer(publish_cli.app, name="publish")
+app.add_typer(command_cli.app, name="command")
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
 from pathlib import Path
@@ -46,9 +47,9 @@ _OFF_LOOP_BYTES = 64 * 1024
 class Door:
     """The routes over one service."""
 
-    def __init__(self, service: Service, metrics: Metrics, bodies: Bodies) -> None:
-        """Answer for `service`; `metrics` are those shown; `bodies` reads what requests carry."""
-        self._service, self._metrics, self._bodies = service, metrics, bodies
+    def __init__(self, service: Service, metrics: Metrics, bodies: Bodies, now: Callable[[], float]) -> None:
+        """Answer for `service`; `metrics` are those shown; `bodies` reads what requests carry; `now` is wall time."""
+        self._service, self._metrics, self._bodies, self._now = service, metrics, bodies, now
 
     async def server_metadata(self) -> Response:
         """What this server is and speaks."""
@@ -182,6 +183,21 @@ class Door:
         log.info("fault_ordered", fault=injection.fault, model=injection.model, by=request.scope["caller"].name)
         return Json({"fault": injection.fault, "model": injection.model, "for_s": injection.for_s})
 
+    async def order(self, request: Request) -> Response:
+        """Give the device an order, as by MQTT; an administrator's token stands in for the signature."""
+        async with self._bodies.of(request) as body:
+            result = await self._service.order(bytes(body), now=self._now(), authorized=True)
+        log.info("order", id=result.id, status=result.status, reason=result.reason or None)
+        return Json(schema.dump(result))
+
+    async def order_result(self, order_id: str) -> Response:
+        """The answer that an order got."""
+        return Json(schema.dump(self._service.result(order_id)))
+
+    async def deployments(self) -> Response:
+        """Attempts to move to another version, the newest first, with the figures of every verdict."""
+        return Json({"deployments": self._service.deployments()})
+
     async def page(self) -> Response:
         """The status page."""
         return FileResponse(_PAGE)
@@ -195,8 +211,8 @@ class Door:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def build(service: Service, metrics: Metrics, bodies: Bodies) -> ASGIApp:
-    """The application over `service`, to stand behind an `access.Gate`."""
+def build(service: Service, metrics: Metrics, bodies: Bodies, now: Callable[[], float] = time.time) -> ASGIApp:
+    """The application over `service`, to stand behind an `access.Gate`; `now` tells by when orders expire."""
     app = openapi.App(
         title="Edge appliance",
         version=__version__,
@@ -204,7 +220,7 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> ASGIApp:
         redoc_url=None,
     )
     add_errors(app)
-    door = Door(service, metrics, bodies)
+    door = Door(service, metrics, bodies, now)
     get, post = app.get, app.post
     get("/v2", **openapi.answers())(door.server_metadata)
     get("/v2/", include_in_schema=False)(door.server_metadata)  # as the protocol's own description spells it
@@ -242,6 +258,13 @@ def build(service: Service, metrics: Metrics, bodies: Bodies) -> ASGIApp:
         **openapi.answers(404, 413, 415, 503),
         openapi_extra=openapi.json_body(openapi.FAULT_SCHEMA, required=True),
     )(door.inject)
+    post(
+        "/v1/commands",
+        **openapi.answers(413, 415),
+        openapi_extra=openapi.json_body(openapi.COMMAND_SCHEMA, required=True),
+    )(door.order)
+    get("/v1/commands/{order_id}", **openapi.answers(404))(door.order_result)
+    get("/v1/deployments", **openapi.answers())(door.deployments)
     get("/metrics", **openapi.answers(content=openapi.TEXT))(door.metrics)
     _refuse_undecided(app)
 

@@ -33,7 +33,6 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from appliance.core import command
 from appliance.service import Service
 
 log = structlog.get_logger()
@@ -81,6 +80,7 @@ class Mqtt:
         self._thread = threading.Thread(target=self._run, name="mqtt", daemon=True)
         self._refused: str | None = None
         self._connected = False
+        self._answering: set[asyncio.Task[None]] = set()
         self._inbox: list[paho.MQTTMessage] = []
         self._fault = "not connected yet"
 
@@ -116,7 +116,7 @@ class Mqtt:
     def _publish_state(self) -> None:
         """Queue the retained state; runs on the event loop."""
         status = self._service.status()
-        state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock")}
+        state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock", "update")}
         self._publish(_Publication(f"{self._prefix}/state", orjson.dumps(state), retain=True))
 
     def _publish(self, publication: _Publication) -> None:
@@ -128,11 +128,13 @@ class Mqtt:
         os.eventfd_write(self._wake_fd, 1)
 
     def _handle(self, message: paho.MQTTMessage) -> None:
-        """Execute one order; runs on the event loop."""
-        order = command.read(
-            bytes(message.payload), device_id=self._service.device_id, now=self._now(), retained=message.retain
-        )
-        result = order if isinstance(order, command.CommandResult) else self._service.execute(order)
+        """Begin to execute one order; runs on the event loop."""
+        task = self._loop.create_task(self._answer(message))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, message: paho.MQTTMessage) -> None:
+        result = await self._service.order(bytes(message.payload), now=self._now(), retained=message.retain)
         properties = message.properties
         reply_to = getattr(properties, "ResponseTopic", "")
         topic = reply_to if self._may_answer_on(reply_to) else f"{self._prefix}/cmd/result"

@@ -58,6 +58,17 @@ FAULT_SCHEMA: dict[str, Any] = {
         "for_s": {"type": "number"},
     },
 }
+COMMAND_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["id", "command"],
+    "properties": {
+        "id": {"type": "string", "minLength": 1, "maxLength": 128},
+        "command": {"type": "string"},
+        "args": {"type": "object"},
+        "device_id": {"type": "string"},
+        "expires_at": {"type": "number"},
+    },
+}
 INFER_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["inputs"],

@@ -14,8 +14,17 @@ import orjson
 
 from models import schema
 
-COMMANDS = ("status",)
-"""Orders this version carries out."""
+COMMANDS: Mapping[str, frozenset[str]] = {
+    "status": frozenset(),
+    "update": frozenset({"name", "force"}),
+    "rollback": frozenset({"name"}),
+    "pause": frozenset(),
+    "resume": frozenset(),
+    "abort": frozenset(),
+}
+"""Orders this version carries out -> the args that they take."""
+CHANGING = frozenset(COMMANDS) - {"status"}
+"""They change the device, so whoever gives them must be known: owning the broker is not owning the fleet."""
 
 LONGEST_ID = 128
 
@@ -48,11 +57,14 @@ class CommandResult:
     result: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(payload: bytes, *, device_id: str, now: float, retained: bool) -> Command | CommandResult:
+def read(
+    payload: bytes, *, device_id: str, now: float, retained: bool, authorized: bool = False, signer: str = ""
+) -> Command | CommandResult:
     """The order in `payload`, or its refusal.
 
     `now` is trusted wall time in Unix seconds. A retained order is refused because a broker
-    would repeat it at every reconnect, long after it was meant.
+    would repeat it at every reconnect, long after it was meant. `authorized` says that whoever gives it has shown that
+    they may change the device; so does `signer`, the id of a key that is known here.
     """
     order_id = ""
     try:
@@ -64,6 +76,7 @@ def read(payload: bytes, *, device_id: str, now: float, retained: bool) -> Comma
     if not order_id:
         return CommandResult("", "refused", f"an order needs an id of 1 to {LONGEST_ID} characters")
     reason = _refusal(command, device_id=device_id, now=now, retained=retained)
+    reason = reason or _unsigned(command, authorized=authorized, signer=signer)
     return CommandResult(command.id, "refused", reason) if reason else command
 
 
@@ -84,8 +97,26 @@ def _refusal(command: Command, *, device_id: str, now: float, retained: bool) ->
         return f"the order expired at {_utc(command.expires_at)}"
     if command.command not in COMMANDS:
         return f"there is no order {_quoted(command.command)}; known: {', '.join(COMMANDS)}"
-    if command.args:
-        return f"order {command.command!r} takes no args: leave them out"
+    takes = COMMANDS[command.command]
+    unknown = sorted(set(command.args) - takes)
+    if unknown:
+        what = f"args but {', '.join(sorted(takes))}" if takes else "args"
+        return f"order {command.command!r} takes no {what}: leave them out"
+    return ""
+
+
+def _unsigned(command: Command, *, authorized: bool, signer: str) -> str:
+    """Why an order may not change the device, if it would and may not."""
+    if command.command not in CHANGING or (authorized and not signer):
+        return ""
+    if not signer:
+        return f"order {command.command!r} changes the device: sign it with `provision command sign`"
+    if not command.device_id:
+        return "a signed order names its device: sign it with --device"
+    if command.expires_at is None:
+        return "a signed order expires: sign it with --expires-in-s"
+    if not 0 < command.sequence < 2**63:
+        return "a signed order has a sequence above 0: sign it with --sequence, or leave that out"
     return ""
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,16 +12,19 @@ import numpy as np
 import orjson
 
 from appliance.core.budget import Admission, refusal
-from appliance.core.command import Command, CommandResult
+from appliance.core.command import Command, CommandResult, read
 from appliance.faults import Injection
-from appliance.memory import ModelState
+from appliance.memory import ModelState, Standing
 from appliance.service import (
     PICTURES,
     Bundle,
+    Candidate,
     InferRequest,
     InferResponse,
+    Mirror,
     ModelInfo,
     Observer,
+    Order,
     Origin,
     Outcome,
     RepositoryModel,
@@ -47,6 +52,10 @@ class MemoryService:
         self.device_id = "memory"
         self.listeners: list[Callable[[], None]] = []
         self.observers: list[Observer] = []
+        self.mirrors: list[Mirror] = []
+        self.inbox = None
+        self.orders: dict[str, Order] = {"status": lambda _order: self.status()}
+        self.deployments: Callable[[], list[dict[str, Any]]] = list
         self.requests: list[InferRequest] = []
         self._fault = fault
         self._unready = unready or {}
@@ -57,6 +66,11 @@ class MemoryService:
 
     def start(self) -> None:
         """Nothing needs to be started."""
+
+    def tell(self) -> None:
+        """Call the listeners."""
+        for listener in self.listeners:
+            listener()
 
     async def stop(self, grace_s: float) -> None:
         """Nothing needs to be stopped."""
@@ -79,6 +93,12 @@ class MemoryService:
         name = self.model(fresh.name).name
         msg = f"{name} stays at version 1.0: it is made of memory"
         raise NotReady(msg)
+
+    @contextlib.asynccontextmanager
+    async def candidate(self, fresh: Bundle) -> AsyncIterator[Candidate]:
+        """There is one version of each model; raises NotFound, NotReady."""
+        await self.swap(fresh)
+        yield Candidate(fresh, fresh, Standing(0, 0, beside=True), asyncio.ensure_future(self.swap(fresh)))
 
     async def unload(self, name: str) -> None:
         """Unload a model; raises NotFound."""
@@ -138,9 +158,39 @@ class MemoryService:
         document: dict[str, Any] = orjson.loads(self._compute(request)["result"][0])
         return document
 
+    async def order(
+        self, payload: bytes, *, now: float, retained: bool = False, authorized: bool = False
+    ) -> CommandResult:
+        """Read an order and carry it out; nobody signs for memory."""
+        order = read(payload, device_id=self.device_id, now=now, retained=retained, authorized=authorized)
+        return order if isinstance(order, CommandResult) else self.execute(order)
+
     def execute(self, command: Command) -> CommandResult:
         """Carry out an order; the same id always gets the same answer."""
-        return self._results.setdefault(command.id, CommandResult(command.id, "done", result=self.status()))
+        if command.id not in self._results:
+            order = self.orders.get(command.command)
+            self._results[command.id] = (
+                CommandResult(command.id, "done", result=order(command))
+                if order
+                else CommandResult(command.id, "refused", f"order {command.command!r} needs what is not set up here")
+            )
+        return self._results[command.id]
+
+    def result(self, order_id: str) -> CommandResult:
+        """The answer that an order got; raises NotFound."""
+        if order_id not in self._results:
+            msg = f"there is no order {order_id!r}"
+            raise NotFound(msg)
+        return self._results[order_id]
+
+    def serving(self, name: str) -> Bundle:
+        """Models that are made of memory come from no bundle; raises NotFound."""
+        msg = f"there is no model {name!r} from a bundle"
+        raise NotFound(msg)
+
+    def fault(self, name: str) -> str:
+        """Why a model is not as it should be; raises NotFound."""
+        return self.model(name).reason
 
     def inject(self, injection: Injection) -> None:
         """Nothing can be broken in memory."""

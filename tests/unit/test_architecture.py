@@ -59,6 +59,11 @@ def test_the_daemon_itself_never_loads_a_runtime_because_only_workers_may_touch_
     assert not loaded & {"onnxruntime", "tensorrt", "onnx", "torch", "cv2"}
 
 
+def test_the_daemon_starts_without_what_only_updates_need() -> None:
+    loaded = loaded_after("import appliance.daemon")
+    assert not loaded & {"tuf", "cryptography", "zstandard", "urllib3", "sqlite3", "appliance.updater"}
+
+
 def test_the_clients_start_without_the_daemon() -> None:
     loaded = loaded_after("import appliance.client_cli")
     assert not loaded & {"fastapi", "uvicorn", "pydantic_settings", "onnxruntime", "paho", "appliance.daemon"}

@@ -50,9 +50,12 @@ def test_everything_an_order_says_is_kept() -> None:
         ({"expires_at": NOW - 90.5}, "the order expired at 1970-01-12T13:45:09Z"),
         ({"expires_at": -1e300}, "the order expired at a time before 1970"),
         ({"args": {"deep": [1]}}, "order 'status' takes no args: leave them out"),
-        ({"command": "reboot!"}, "there is no order 'reboot!'; known: status"),
-        ({"command": "r" * 5000}, f"there is no order '{'r' * 100}'...; known: status"),
-        ({"command": ""}, "there is no order ''; known: status"),
+        ({"command": "reboot!"}, "there is no order 'reboot!'; known: status, update, rollback, pause, resume, abort"),
+        (
+            {"command": "r" * 5000},
+            f"there is no order '{'r' * 100}'...; known: status, update, rollback, pause, resume, abort",
+        ),
+        ({"command": ""}, "there is no order ''; known: status, update, rollback, pause, resume, abort"),
     ],
 )
 def test_an_order_that_may_not_run_is_refused_under_its_id(said: dict[str, Any], reason: str) -> None:
