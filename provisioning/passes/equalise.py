@@ -40,7 +40,7 @@ from onnx_ir.passes import common
 from models.spec import Array
 from provisioning.passes import constant, group, held, initializer, operand, sizes
 
-_COMMUTING = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "ReduceMean", "Relu"})
+_COMMUTING = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "ReduceMean", "Relu", "Resize"})
 """Operators of one tensor that a positive factor on a channel passes through; none of them mixes channels here."""
 _BIAS = 2
 """The input of a convolution that holds its bias."""
