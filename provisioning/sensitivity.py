@@ -5,8 +5,9 @@ graph, in nats a decision; a decision is one time step of a recogniser, one pict
 detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
 off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
 error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) That ranking takes every fourth sample;
-the first few are then measured on all of them, the best of these is kept in float, and so on until the budget of
-multiply-accumulates is spent or no gain is worth it. All are ranked anew when little of the divergence is left.
+the first few are then measured on all of them, the best of these (or one nearly as good that costs less) is kept in
+float, and so on until the budget of multiply-accumulates is spent or no gain is worth it. All are ranked anew when
+little of the divergence is left.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _AGAIN = 4
 """Candidates that are measured again before each choice: the gains of the others are taken as they were, ..."""
 _STALE = 0.25
 """... until so little of the divergence is left: beside an error that drowns everything, gains say nothing."""
+_NEARLY = 0.75
+"""Of those that take off nearly as much as the best the one with the least arithmetic is kept. Where two operators
+spoil the same, either mends it: which one mends more is a matter of rounding."""
 _WORTH = 0.2
 """A choice has to take this share off the divergence that is left. Less is within what other samples, or another
 processor, would say."""
@@ -93,9 +97,11 @@ class Search:
                 gain = {name: roughly - self.divergence({*kept, *gains, name}, _STRIDE) for name in fit}
             again = sorted(fit, key=lambda name: -gain[name])[:_AGAIN]
             gain |= {name: left - self.divergence({*kept, *gains, name}) for name in again}
-            best = max(again, key=lambda name: gain[name], default=None)
-            if best is None or gain[best] <= _WORTH * left:
+            most = max((gain[name] for name in again), default=0.0)
+            if most <= _WORTH * left:
                 return Kept(gains, before, left)
+            nearly = [name for name in fit if name in again and gain[name] >= _NEARLY * most]
+            best = min(nearly, key=lambda name: candidates[name])
             gains[best] = gain[best]
             left -= gain[best]
             budget -= candidates[best]
