@@ -6,8 +6,8 @@ detector. Starting with everything in INT8, each operator alone is put back into
 off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
 error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) That ranking takes every fourth sample;
 the first few are then measured on all of them, the best of these (or one nearly as good that costs less) is kept in
-float, and so on until the budget of multiply-accumulates is spent or no gain is worth it. All are ranked anew when
-little of the divergence is left.
+float, and so on until the budget of multiply-accumulates is spent, no gain is worth it, or what is left is noise.
+All are ranked anew when little of the divergence is left.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ _AGAIN = 4
 """Candidates that are measured again before each choice: the gains of the others are taken as they were, ..."""
 _STALE = 0.25
 """... until so little of the divergence is left: beside an error that drowns everything, gains say nothing."""
+_NOISE = 20.0
+"""Nats over all decisions at which a search ends: that of two or three decisions that fall the other way, which they
+do and undo with any change of the rounding. Of a page's pixels so many do not count."""
 _NEARLY = 0.75
 """Of those that take off nearly as much as the best the one with the least arithmetic is kept. Where two operators
 spoil the same, either mends it: which one mends more is a matter of rounding."""
@@ -89,7 +92,7 @@ class Search:
         gains: dict[str, float] = {}
         gain: dict[str, float] = {}
         ranked = math.inf
-        while True:
+        while left * self._decisions() > _NOISE:
             fit = [name for name in candidates if name not in gains and candidates[name] <= budget]
             if left < ranked * _STALE:
                 ranked = left
@@ -105,6 +108,10 @@ class Search:
             gains[best] = gain[best]
             left -= gain[best]
             budget -= candidates[best]
+        return Kept(gains, before, left)
+
+    def _decisions(self) -> int:
+        return sum(len(log_p) for log_p in self._plain)
 
     def divergence(self, keep_float: Collection[str], stride: int = 1) -> float:
         """Divergence with all but `keep_float` in INT8, on every `stride`-th sample."""

@@ -43,6 +43,12 @@ class Case:
         self.work = sensitivity.work(self.content, SHAPE)
 
 
+@pytest.fixture
+def _no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every divergence for real: the samples here are few."""
+    monkeypatch.setattr(sensitivity, "_NOISE", 0.0)
+
+
 def test_work_is_counted_from_the_sizes_of_what_is_computed() -> None:
     case = Case(None)
     assert list(case.work.values()) == WORK
@@ -50,6 +56,7 @@ def test_work_is_counted_from_the_sizes_of_what_is_computed() -> None:
     assert {name: macs * 2 for name, macs in case.work.items()} == twice
 
 
+@pytest.mark.usefixtures("_no_noise")
 @pytest.mark.parametrize("broken", [0, 2, 3])
 def test_the_operator_that_hurts_is_kept_in_float(broken: int) -> None:
     case = Case(broken)
@@ -60,6 +67,7 @@ def test_the_operator_that_hurts_is_kept_in_float(broken: int) -> None:
     assert kept == case.search.keep(case.work, (), sum(WORK))
 
 
+@pytest.mark.usefixtures("_no_noise")
 def test_what_the_budget_does_not_cover_is_not_kept() -> None:
     case = Case(0)
     kept = case.search.keep(case.work, (), WORK[0] - 1)
@@ -97,6 +105,7 @@ class Told(sensitivity.Search):
     def __init__(self, told: Mapping[str, float]) -> None:
         """`told` is by the names of what is in float, side by side."""
         self._told = told
+        self._plain = [np.zeros((1000, 2), np.float32)]
 
     def divergence(self, keep_float: Collection[str], stride: int = 1) -> float:
         del stride
@@ -115,3 +124,8 @@ def test_what_stands_in_the_shadow_of_a_larger_error_is_looked_at_again_without_
     told |= {"".join(sorted((name, "h"))): 1.0 for name in "abcdef"}
     told |= {"".join(sorted((name, "g", "h"))): 0.1 for name in "abcdef"}
     assert list(Told(told).keep(dict.fromkeys(names, 1), (), 100).gains) == ["h", "g"]
+
+
+def test_nothing_is_kept_for_a_divergence_that_two_decisions_can_make() -> None:
+    assert not Told({"": 0.019, "a": 0.001}).keep({"a": 1}, (), 1).gains
+    assert list(Told({"": 0.021, "a": 0.001}).keep({"a": 1}, (), 1).gains) == ["a"]
