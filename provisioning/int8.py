@@ -22,12 +22,15 @@ from models.folder import pack_arrays, unpack_arrays
 from models.spec import Array
 from provisioning import calibrate
 from provisioning.recipe import GraphRecipe
+from provisioning.recipe import Int8 as Int8Recipe
 from provisioning.steps import THREADS, Steps
 
 UNFUSED = "int8-unfused"
 _SAMPLES = 16
+_SIDE = 320
 _PIXELS = 2_000_000
-"""What a search looks at: so many samples, evenly chosen, or as many as have so many pixels in all."""
+"""What a search looks at: so many samples, evenly chosen, or as many as have so many pixels in all; of a page the
+middle, with sides no longer than that."""
 _DIGITS = 6
 
 
@@ -84,13 +87,13 @@ class Int8:
 
     def _watch(self, content: bytes) -> bytes:
         int8 = self.recipe.int8
-        settings = [self.recipe.role, int8.method, int8.percentile]
+        settings = [self.recipe.role, int8.method, int8.percentile, int8.pooled]
         return self._run(
             "watch",
             "int8",
             [content, self.samples_sha256],
             settings,
-            lambda: _watch(content, self.samples, self.runtime, int8.method, int8.percentile),
+            lambda: _watch(content, self.samples, self.runtime, int8),
         )
 
     def _search(self, precision: str, even: bytes, seen: bytes, kept: list[str]) -> bytes:
@@ -108,20 +111,18 @@ def _named(found: Mapping[str, object]) -> dict[str, object]:
     return {"divergence": found["divergence"], "kept_float": found["kept"]}
 
 
-def _watch(
-    content: bytes, samples: Sequence[Mapping[str, Array]], runtime: Runtime, method: str, percentile: float
-) -> bytes:
+def _watch(content: bytes, samples: Sequence[Mapping[str, Array]], runtime: Runtime, int8: Int8Recipe) -> bytes:
     from provisioning import passes  # noqa: PLC0415 - onnx is slow to import and rarely needed on a second build
     from provisioning.passes import quantize  # noqa: PLC0415
 
     model = passes.load(content, "the graph")
-    axes = quantize.expose(model)
+    axes = quantize.expose(model, pooled=int8.pooled)
     watched = calibrate.watch(passes.save(model), axes, samples, runtime, THREADS)
     return pack_arrays(
         {f"{name}:low": one.low for name, one in watched.items()}
         | {f"{name}:high": one.high for name, one in watched.items()}
         | {f"{name}:mean": one.mean for name, one in watched.items()}
-        | {f"{name}:threshold": np.array(one.threshold(method, percentile)) for name, one in watched.items()}
+        | {f"{name}:threshold": np.array(one.threshold(int8.method, int8.percentile)) for name, one in watched.items()}
     )
 
 
@@ -153,20 +154,19 @@ def _equalise(content: bytes, seen: bytes, share: float) -> tuple[bytes, bytes]:
 
 
 def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str]) -> bytes:
-    from provisioning import passes, sensitivity  # noqa: PLC0415 - see _watch
-    from provisioning.passes import quantize  # noqa: PLC0415
+    from provisioning import sensitivity  # noqa: PLC0415 - see _watch
 
     forced = int8.recipe.int8.keep_float
-    targets = {str(node.name) for node in quantize.targets(passes.load(even, "the graph"))}
     everything = sensitivity.work(even, int8.shape)
     outside = sensitivity.work(_marked(even), int8.shape) if "mark" in int8.recipe.passes else everything
     inside = {name: macs for name, macs in everything.items() if name not in outside}
     fused = precision != UNFUSED
     counted = outside if fused else everything
-    never = sum(macs for name, macs in counted.items() if name not in targets or name in kept)
-    budget = int(int8.recipe.int8.float_budget * sum(counted.values()) - never)
     means, samples = _seen(seen, "mean"), _few(int8.samples)
     search = sensitivity.Search(even, int8.recipe.role, _thresholds(seen), means, samples, int8.runtime, THREADS)
+    targets = set(search.names)
+    never = sum(macs for name, macs in counted.items() if name not in targets or name in kept)
+    budget = int(int8.recipe.int8.float_budget * sum(counted.values()) - never)
     if forced is not None:
         unknown = [name for name in forced if name not in targets]
         if unknown:
@@ -190,11 +190,21 @@ def _few(samples: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
     few: list[Mapping[str, Array]] = []
     pixels = 0
     for sample in chosen:
-        pixels += sample["x"].size // 3
+        x_NCHW = _middle(sample["x"])
+        pixels += x_NCHW.size // 3
         if few and pixels > _PIXELS:
             break
-        few.append(sample)
+        few.append({"x": x_NCHW})
     return few
+
+
+def _middle(x_NCHW: Array) -> Array:
+    """The middle of a page; a line, whose height is below `_SIDE`, is left whole."""
+    height, width = x_NCHW.shape[2:]
+    if min(height, width) <= _SIDE:
+        return x_NCHW
+    top, left = (height - _SIDE) // 2, (width - _SIDE) // 2
+    return np.ascontiguousarray(x_NCHW[:, :, top : top + _SIDE, left : left + _SIDE])
 
 
 def _marked(content: bytes) -> bytes:

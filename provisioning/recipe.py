@@ -82,6 +82,8 @@ class Int8:
     """How far equalisation moves the difficulty from activations to weights."""
     float_budget: float = 0.045
     """Share of the multiply-accumulates outside fused operators that may stay in float."""
+    pooled: bool = False
+    """Whether convolutions of pooled vectors are quantized too: nothing gets faster, but the file smaller."""
     keep_float: tuple[str, ...] | None = None
     """Operators that stay in float whatever they gain, by name; without them they are searched for."""
 

@@ -4,15 +4,19 @@ How far a graph is from float is the mean Kullback-Leibler divergence of its out
 graph, in nats a decision; a decision is one time step of a recogniser, one picture of a classifier, one pixel of a
 detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
 off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
-error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) The best is kept in float, the next
-few are measured again, and so on until the budget of multiply-accumulates is spent or no gain is worth it.
+error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) That ranking takes every fourth sample;
+the first few are then measured on all of them, the best of these (or one nearly as good that costs less) is kept in
+float, and so on until the budget of multiply-accumulates is spent, no gain is worth it, or what is left is noise.
+All are ranked anew when little of the divergence is left.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx
@@ -27,10 +31,21 @@ from provisioning.passes import operand, quantize, sizes
 WORKING = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
 """Operators whose multiply-accumulates count."""
 _TINY = 1e-7
-_AGAIN = 6
-"""Candidates that are measured again after each choice: the gains of the others are taken as they were."""
-_WORTH = 0.05
-"""A choice has to take this share off the divergence that is left."""
+_STRIDE = 4
+"""The first ranking looks at every so many of the samples."""
+_AGAIN = 4
+"""Candidates that are measured again before each choice: the gains of the others are taken as they were, ..."""
+_STALE = 0.25
+"""... until so little of the divergence is left: beside an error that drowns everything, gains say nothing."""
+_NOISE = 20.0
+"""Nats over all decisions at which a search ends: that of two or three decisions that fall the other way, which they
+do and undo with any change of the rounding. Of a page's pixels so many do not count."""
+_NEARLY = 0.75
+"""Of those that take off nearly as much as the best the one with the least arithmetic is kept. Where two operators
+spoil the same, either mends it: which one mends more is a matter of rounding."""
+_WORTH = 0.2
+"""A choice has to take this share off the divergence that is left. Less is within what other samples, or another
+processor, would say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +74,13 @@ class Search:
         threads: int,
     ) -> None:
         """`thresholds` and `means` are those of pass quantize; `samples` are inputs of `graph`."""
-        self._graph, self._role = graph, role
-        self._thresholds, self._means = thresholds, means
-        self._samples, self._runtime, self._threads = samples, runtime, threads
-        self._plain = [_log_distribution(role, one) for one in self._answers(None)]
+        self._role, self._samples, self._threads = role, samples, threads
+        model = passes.load(graph, "the graph")
+        self.names = quantize.switch(model, thresholds, means)
+        if role == "recognise":
+            _expose_scores(model)
+        self._session = runtime.open(passes.save(model), threads=1)
+        self._plain = [_log_distribution(role, one) for one in self._answers(self.names, 1)]
 
     def keep(self, candidates: Mapping[str, int], kept: Collection[str], budget: int) -> Kept:
         """Choose among `candidates` (operator -> its multiply-accumulates), `kept` being in float already.
@@ -71,37 +89,42 @@ class Search:
         """
         candidates = {name: macs for name, macs in candidates.items() if macs <= budget}
         before = left = self.divergence(kept)
-        gain = {name: before - self.divergence({*kept, name}) for name in candidates}
         gains: dict[str, float] = {}
-        while True:
+        gain: dict[str, float] = {}
+        ranked = math.inf
+        while left * self._decisions() > _NOISE:
             fit = [name for name in candidates if name not in gains and candidates[name] <= budget]
+            if left < ranked * _STALE:
+                ranked = left
+                roughly = self.divergence({*kept, *gains}, _STRIDE)
+                gain = {name: roughly - self.divergence({*kept, *gains, name}, _STRIDE) for name in fit}
             again = sorted(fit, key=lambda name: -gain[name])[:_AGAIN]
-            if gains:
-                gain |= {name: left - self.divergence({*kept, *gains, name}) for name in again}
-            best = max(again, key=lambda name: gain[name], default=None)
-            if best is None or gain[best] <= _WORTH * left:
+            gain |= {name: left - self.divergence({*kept, *gains, name}) for name in again}
+            most = max((gain[name] for name in again), default=0.0)
+            if most <= _WORTH * left:
                 return Kept(gains, before, left)
+            nearly = [name for name in fit if name in again and gain[name] >= _NEARLY * most]
+            best = min(nearly, key=lambda name: candidates[name])
             gains[best] = gain[best]
             left -= gain[best]
             budget -= candidates[best]
+        return Kept(gains, before, left)
 
-    def divergence(self, keep_float: Collection[str]) -> float:
-        """Divergence with all but `keep_float` in INT8."""
-        outputs = self._answers(keep_float)
+    def _decisions(self) -> int:
+        return sum(len(log_p) for log_p in self._plain)
+
+    def divergence(self, keep_float: Collection[str], stride: int = 1) -> float:
+        """Divergence with all but `keep_float` in INT8, on every `stride`-th sample."""
+        outputs = self._answers(keep_float, stride)
         with ThreadPoolExecutor(self._threads) as pool:
-            sums = list(pool.map(lambda log_p, output: _divergence(self._role, log_p, output), self._plain, outputs))
+            compare = partial(_divergence, self._role)
+            sums = list(pool.map(compare, self._plain[::stride], outputs))
         return sum(one for one, _ in sums) / sum(count for _, count in sums)
 
-    def _answers(self, keep_float: Collection[str] | None) -> list[Array]:
-        """Outputs with all but `keep_float` in INT8; of the float graph itself when None."""
-        model = passes.load(self._graph, "the graph")
-        if keep_float is not None:
-            quantize.quantize(model, self._thresholds, self._means, keep_float)
-        if self._role == "recognise":
-            _expose_scores(model)
-        session = self._runtime.open(passes.save(model), threads=1)
+    def _answers(self, keep_float: Collection[str], stride: int) -> list[Array]:
+        flags = {quantize.SWITCH: np.array([name in keep_float for name in self.names])}
         with ThreadPoolExecutor(self._threads) as pool:
-            return list(pool.map(lambda sample: _only(session, sample), self._samples))
+            return list(pool.map(lambda sample: _only(self._session, {**sample, **flags}), self._samples[::stride]))
 
 
 def work(graph: bytes, shape: Sequence[int]) -> dict[str, int]:

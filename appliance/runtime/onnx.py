@@ -81,6 +81,9 @@ class OnnxRuntime:
         options.enable_mem_pattern = False
         # Spinning threads would steal the core that decodes the next picture.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        # Q/DQ as it is written. Where a convolution ends in the next one's Q, fused integer kernels add in 16 bits,
+        # which overflow on processors without VNNI; and weights kept as integers would be widened anew in every run.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         if self._shared:
             options.add_session_config_entry("session.use_env_allocators", "1")
             options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")

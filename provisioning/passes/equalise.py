@@ -40,7 +40,7 @@ from onnx_ir.passes import common
 from models.spec import Array
 from provisioning.passes import constant, group, held, initializer, operand, sizes
 
-_COMMUTING = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "ReduceMean", "Relu"})
+_COMMUTING = frozenset({"AveragePool", "GlobalAveragePool", "MaxPool", "ReduceMean", "Relu", "Resize"})
 """Operators of one tensor that a positive factor on a channel passes through; none of them mixes channels here."""
 _BIAS = 2
 """The input of a convolution that holds its bias."""
@@ -203,7 +203,9 @@ def _factors(
     watched = [item for item in readers if operand(item[0], 0).name in low]
     if not watched:
         raise _LeftAloneError("no convolution that reads it was watched")
-    logarithms = [np.log(_factors_for(*item, low, high, middle, share)) for item in watched]
+    # What is pooled from a map is a trifle beside it, and must not cost the map's readers precision.
+    maps = [item for item in watched if sizes(operand(item[0], 0))[2:] != (1, 1)]
+    logarithms = [np.log(_factors_for(*item, low, high, middle, share)) for item in maps or watched]
     return np.asarray(np.exp(np.mean(logarithms, axis=0)))
 
 

@@ -3,9 +3,9 @@
 Requires: a valid ONNX graph of standard operators, opset 7 to 17, whose inputs have one shape.
 Ensures: an only input is called `x`, an only output `y`; opset 17, ir_version 8; constants are initializers, the
 shapes of reshapes among them; BatchNorm, a bias, and the scalar scale and shift behind a convolution, are folded into
-it; no identity, no cast to the same type, no multiplication by 1, no addition of 0; x * clip(x + 3, 0, 6) / 6 is one
-HardSwish; no metadata; names of nodes and of what they compute depend on the graph alone; the same numbers within
-rounding.
+it, which always has a bias; no identity, no cast to the same type, no multiplication by 1, no addition of 0;
+x * clip(x + 3, 0, 6) / 6 is one HardSwish; no metadata; names of nodes and of what they compute depend on the graph
+alone; the same numbers within rounding.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes import common
 from onnxscript import optimizer, rewriter, version_converter
@@ -21,9 +22,10 @@ from onnxscript.rewriter import MatchResult, pattern
 from onnxscript.rewriter.rules import common as rules
 
 from models.errors import SourceError
-from provisioning.passes import IR_VERSION, OPSET, constant, sizes
+from provisioning.passes import IR_VERSION, OPSET, constant, initializer, sizes
 from provisioning.passes.shapes import clear, lift
 
+_WITHOUT_BIAS = 2
 _ARITHMETIC = frozenset({"Add", "Div", "Mul", "Pow", "Sub"})
 
 
@@ -107,9 +109,20 @@ def _convert(model: ir.Model) -> None:
     model.ir_version = IR_VERSION
 
 
+def _give_biases(model: ir.Model) -> None:
+    """Let every convolution with constant weights have a bias, which later passes can then change."""
+    for node in model.graph:
+        weights = constant(node.inputs[1]) if node.op_type == "Conv" else None
+        if weights is not None and len(node.inputs) == _WITHOUT_BIAS:
+            node.resize_inputs(_WITHOUT_BIAS + 1)
+            zeros = initializer(model, f"{node.outputs[0].name}_bias", np.zeros(len(weights), np.float32))
+            node.replace_input_with(_WITHOUT_BIAS, zeros)
+
+
 def _tidy(model: ir.Model) -> None:
     """Drop what no runtime reads, and rename what the tools named by counters that outlive one graph."""
     lift(model)
+    _give_biases(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.DeduplicateInitializersPass()(model)
     common.RemoveUnusedNodesPass()(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,7 +102,8 @@ def test_each_role_sees_what_the_task_would_hand_it() -> None:
 
 
 def test_without_pages_some_lines_are_shown_to_the_detector() -> None:
-    assert len(data.inputs("detect", data.load(OURS, "calibrate"), ReadingSettings(), "det")) == 24
+    split = replace(data.load(OURS, "calibrate"), pages=())
+    assert len(data.inputs("detect", split, ReadingSettings(), "det")) == 24
 
 
 def test_a_build_divides_a_folder_without_splits_by_those_of_the_project(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, checker, helper, load_model_from_string, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from support import checkpoint
 
 from appliance.runtime import choose
@@ -21,7 +22,7 @@ from provisioning.calibrate import watch
 from provisioning.passes.ctc_head import ctc_head
 from provisioning.passes.equalise import equalise
 from provisioning.passes.normalise import normalise
-from provisioning.passes.quantize import expose, quantize, targets
+from provisioning.passes.quantize import SWITCH, expose, quantize, switch, targets
 
 pytestmark = pytest.mark.unit
 
@@ -324,3 +325,71 @@ def test_a_residual_stream_is_evened_out_for_all_that_read_it() -> None:
         return float(loudest.max() / loudest.min())
 
     assert spread(depthwise, even) < spread(depthwise, seen) / 4
+
+
+def in_a_row() -> ir.Model:
+    """Two convolutions with nothing between them, all of whose weights are positive: sums get as large as can be."""
+    random = np.random.default_rng(5)
+    held = {
+        "w0": random.uniform(0.5, 1, (8, 3, 3, 3)), "b0": random.normal(size=8),
+        "w1": random.uniform(0.5, 1, (8, 8, 3, 3)), "b1": random.normal(size=8),
+    }  # fmt: skip
+    graph = helper.make_graph(
+        [
+            helper.make_node("Conv", ["x", "w0", "b0"], ["a"], kernel_shape=[3, 3]),
+            helper.make_node("Conv", ["a", "w1", "b1"], ["y"], kernel_shape=[3, 3]),
+        ],
+        "row",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 12, 12])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 8, 8, 8])],
+        [numpy_helper.from_array(array.astype(np.float32), name) for name, array in held.items()],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", passes.OPSET)], ir_version=8)
+    return normalise(passes.load(model.SerializeToString(), "it"), [1, 3, 12, 12])
+
+
+def test_the_runtime_computes_int8_as_it_is_written_whatever_the_processor_has_instructions_for() -> None:
+    model, x = in_a_row(), np.random.default_rng(6).uniform(0, 1, (1, 3, 12, 12)).astype(np.float32)
+    names = list(expose(copy := passes.load(passes.save(model), "it")))
+    seen = watch(passes.save(copy), dict.fromkeys(names, 1), [{"x": x}], RUNTIME, 1)
+    thresholds = {name: one.threshold("percentile", 100) for name, one in seen.items()}
+    content = passes.save(quantize(model, thresholds, {name: one.mean for name, one in seen.items()}))
+    definition = load_model_from_string(content)
+    definition.opset_import[0].version = 19  # Q and DQ mean the same there, and onnx has them in its reference
+    (expected,) = ReferenceEvaluator(definition).run(None, {"x": x})
+    np.testing.assert_allclose(outputs(content, x)["y"], expected, rtol=2e-3)
+
+
+@pytest.mark.parametrize("kept", [(), (0,), (1, 3)])
+def test_a_graph_with_a_switch_computes_what_the_graph_made_for_that_choice_does(kept: Sequence[int]) -> None:
+    model, _ = equalised()
+    seen = watched(model)
+    thresholds, means = {n: float(one[3]) for n, one in seen.items()}, {n: one[2] for n, one in seen.items()}
+    content = passes.save(model)
+    plain, chosen = passes.load(content, "it"), passes.load(content, "it")
+    names = switch(model, thresholds, means)
+    checker.check_model(load_model_from_string(passes.save(model)), full_check=True)
+    quantize(chosen, thresholds, means, [names[i] for i in kept])
+    flags = np.array([i in kept for i in range(len(names))])
+    x, session = pixels(320, 9), RUNTIME.open(passes.save(model), threads=1)
+    switched = session.run({"x": x, SWITCH: flags})["y"]
+    np.testing.assert_allclose(switched, outputs(passes.save(chosen), x)["y"], atol=2e-3)  # float weights: FP16 there
+    everything = session.run({"x": x, SWITCH: np.ones(len(names), np.bool_)})["y"]
+    np.testing.assert_allclose(everything, outputs(passes.save(plain), x)["y"], atol=1e-5)
+
+
+def test_what_reads_a_pooled_vector_is_quantized_only_when_that_is_asked_for() -> None:
+    random = np.random.default_rng(6)
+    x = random.normal(size=(1, 3, 8, 8)).astype(np.float32)
+    counted = {}
+    for pooled in (False, True):
+        model, copy = residual(), residual()
+        axes = expose(copy, pooled=pooled)
+        seen = watch(passes.save(copy), axes, [{"x": x}], RUNTIME, 1)
+        means = {name: one.mean for name, one in seen.items()}
+        quantize(model, {name: one.threshold("percentile", 100) for name, one in seen.items()}, means)
+        gate = next(node for node in model.graph if node.outputs[0].uses()[0][0].op_type == "HardSigmoid")
+        maker = passes.operand(gate, 0).producer()
+        counted[pooled] = operators(model)["QuantizeLinear"], maker.op_type if maker else ""
+    assert counted[True] == (counted[False][0] + 1, "DequantizeLinear")
+    assert counted[False][1] == "ReduceMean"
