@@ -41,6 +41,7 @@ from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Faults, Switch
+from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
@@ -82,6 +83,7 @@ async def _run(config: settings.Settings) -> int:
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
+        lag = stack.enter_context(watched_loop())
         clock = host.WallClock()
         started_at = clock()
 
@@ -94,6 +96,7 @@ async def _run(config: settings.Settings) -> int:
                     "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
+                "event_loop": lag.status(),
                 "mqtt": mqtt.status() if mqtt else None,
                 "faults_enabled": config.faults.enabled,
             }
@@ -153,8 +156,6 @@ async def _run(config: settings.Settings) -> int:
             stack.push_async_callback(mqtt.stop)
         else:
             log.info("mqtt_off", why="no broker is configured (mqtt.host)")
-        if not service.models():
-            log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
         address, port = listener.getsockname()[:2]
         scheme = "https" if config.http.tls_certificate else "http"
         log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
@@ -245,6 +246,8 @@ def _bundles(config: settings.Settings, store: Store, memory: MachineMemory) -> 
     if unknown:
         msg = f"memory.priorities names {', '.join(unknown)}, which is not served: use the names of bundles"
         raise ConfigError(msg)
+    if not found:
+        log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
     return found
 
 

@@ -91,6 +91,8 @@ class InferResponse:
     origin: Origin
     tensors: Sequence[Tensor]
     timing_ms: Mapping[str, float]
+    together: int = 1
+    """Requests that shared the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ class Outcome:
     seconds: float
     error: BaseException | None = None
     timing_ms: Mapping[str, float] = field(default_factory=dict)
+    together: int = 1
+    """Requests that shared the run, if there was one."""
 
 
 Observer: TypeAlias = Callable[[Outcome], None]
@@ -237,7 +241,7 @@ class Bundle:
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
         degraded = supervisor.health.degraded or None
         origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
-        return InferResponse(origin, answer.tensors, answer.timing_ms)
+        return InferResponse(origin, answer.tensors, answer.timing_ms, answer.together)
 
 
 class Service:
@@ -396,7 +400,7 @@ class Service:
             return response
         documents = [orjson.dumps(document) for document in _documents(response)]
         result = Tensor("result", "BYTES", (len(documents),), pack_bytes(documents))
-        return InferResponse(response.origin, [result], response.timing_ms)
+        return InferResponse(response.origin, [result], response.timing_ms, response.together)
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """Answer for the one encoded picture in `request.tensors` as a document."""
@@ -468,6 +472,7 @@ class Service:
         started = time.monotonic()
         fault: BaseException | None = None
         timing_ms: Mapping[str, float] = {}
+        together = 1
         try:
             self._keeper.check(request.priority)
             while not self._keeper.awake(bundle.name):
@@ -475,14 +480,14 @@ class Service:
                 bundle = self._bundle(request.model, request.version)  # another version may have come
             with self._room(bundle, request):
                 response = await bundle.infer(request, started)
-            timing_ms = response.timing_ms
+            timing_ms, together = response.timing_ms, response.together
         except BaseException as error:  # a client that left is a CancelledError
             fault = error
             raise
         else:
             return response
         finally:
-            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms)
+            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms, together)
             for observer in self.observers:
                 observer(outcome)
 

@@ -38,6 +38,7 @@ BAD_INPUTS = REPEATS = 1000
 RECOVERED_S = 300.0
 AVAILABLE = 99.95
 """Percent."""
+LAG_MS = 5.0
 FAULTS = ("crash", "hang", "nan", "corrupt-plan")
 """Drilled, those from which a model has to recover."""
 _DAY_S = 86_400
@@ -192,6 +193,8 @@ class Bench:
         verdicts, self._findings.poisson = elasticity.random_arrivals(self._loads, 1, self._tell, shares)
         yield from verdicts
         yield from elasticity.overload(self._loads, 1, self._tell)
+        lag_ms = self._status()["event_loop"]["lag_p99_ms"]
+        yield Verdict("event loop lag under these loads, P99 of the last minute", lag_ms, LAG_MS, "ms")
 
     def _bad_inputs(self) -> Iterator[Verdict]:
         before = self._status()

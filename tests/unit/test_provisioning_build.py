@@ -265,6 +265,9 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
     assert measured is not None
     assert measured.machine == machine()
     assert measured.latency_ms["rec"].keys() == {"fp32", "int8"}
+    assert measured.memory is not None
+    assert 0 <= measured.memory.weights_bytes <= measured.memory.load_peak_bytes
+    assert 0 < measured.memory.load_peak_bytes < 2**30
 
 
 def test_a_bundle_is_verified_against_the_checkpoint_it_was_made_of(workshop: Workshop, tmp_path: Path) -> None:
