@@ -120,6 +120,7 @@ class Bench:
         bundles = {one["name"]: one for one in status["models"]}
         # A graph of a bundle is `bundle.graph`.
         served = bundles.get(self.model) or bundles[self.model.rpartition(".")[0]]
+        self._bundle: str = served["name"]
         self._tolerance = max(served["tolerance"].values(), default=_BARE_TOLERANCE)
         carried = {"Authorization": client.headers["authorization"]} if "authorization" in client.headers else {}
         longest_s = plan.lasts_s / _PARTS
@@ -281,7 +282,7 @@ class Bench:
             yield Verdict(what, None, RECOVERED_S, "s", note="left out of a quick run")
             return
         try:
-            for result in Drill(self._client, self.model).run(FAULTS):
+            for result in Drill(self._client, self._bundle).run(FAULTS):
                 self._tell(f"{result.fault}: {result.verdict}")
                 results.append(result)
         except ApplianceError as error:
