@@ -127,15 +127,15 @@ def test_the_report_lies_beside_the_manifest_and_outside_its_digest(workshop: Wo
 class Counting:
     """onnxruntime, and what it opened."""
 
-    name = RUNTIME.name
+    name, opens_at_once = RUNTIME.name, RUNTIME.opens_at_once
 
     def __init__(self) -> None:
         """Nothing is open yet."""
         self.opened: list[bytes] = []
 
-    def open(self, graph: bytes, *, threads: int) -> Session:
+    def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> Session:
         self.opened.append(graph)
-        return RUNTIME.open(graph, threads=threads)
+        return RUNTIME.open(graph, threads=threads, few_shapes=few_shapes)
 
 
 def test_gate_and_packing_open_each_graph_once(
