@@ -43,6 +43,7 @@ from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.faults import Faults, Switch
+from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
@@ -85,6 +86,7 @@ async def _run(config: settings.Settings) -> int:
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
+        lag = stack.enter_context(watched_loop())
         clock = host.WallClock()
         started_at = clock()
 
@@ -97,6 +99,7 @@ async def _run(config: settings.Settings) -> int:
                     "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
+                "event_loop": lag.status(),
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
                 "faults_enabled": config.faults.enabled,
@@ -145,9 +148,7 @@ async def _run(config: settings.Settings) -> int:
             stack.push_async_callback(mqtt.stop)
         else:
             log.info("mqtt_off", why="no broker is configured (mqtt.host)")
-        if not service.models():
-            log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
-        _say_serving(listener, config)
+        _say_serving(listener, config, service)
         updates.start(service, open_bundle)
         stack.push_async_callback(updates.stop)
         gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
@@ -165,7 +166,9 @@ def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
         stack.callback(feeding.cancel)
 
 
-def _say_serving(listener: socket.socket, config: settings.Settings) -> None:
+def _say_serving(listener: socket.socket, config: settings.Settings, service: Service) -> None:
+    if not service.models():
+        log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
     address, port = listener.getsockname()[:2]
     scheme = "https" if config.http.tls_certificate else "http"
     log.info("serving", http=f"{scheme}://{address}:{port}", version=__version__, state_dir=str(config.state_dir))
@@ -269,6 +272,8 @@ def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Call
     if unknown:
         msg = f"memory.priorities names {', '.join(unknown)}, which is not served: use the names of bundles"
         raise ConfigError(msg)
+    if not found:
+        log.warning("no_models", why="nothing is served: give a bundle with --bundle, or an ONNX file with --onnx")
     return found
 
 

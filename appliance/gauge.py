@@ -56,6 +56,23 @@ def trim() -> None:
         give_back(0)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Numbers of glibc's `mallopt`."""
+_MAPPED_BYTES = 2**20
+"""Blocks from this size on lie in pages of their own, and go back to the machine when they are freed. Left alone, glibc
+raises that bound to 32 MiB, and what was a picture then stays a hole in the heap: 20 MB after twenty pages of text."""
+_TOP_BYTES = 2**20
+"""As much may be free at the end of a heap. `trim` gives back the rest, but not that of the heaps of threads."""
+
+
+def bound_heap() -> None:
+    """Let large blocks leave no holes in the heap of this process; other C libraries have no such setting."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        set_option(_M_TRIM_THRESHOLD, _TOP_BYTES)
+
+
 _TRIES = 3
 """Runs of one size class that are measured in vain, because others began meanwhile, before such a figure is taken."""
 

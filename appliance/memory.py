@@ -411,6 +411,27 @@ class Keeper:
             if tenure.loaded
         ]
 
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, holder: str, terms: Mapping[str, int], *, priority: int = DEFAULT_PRIORITY
+    ) -> AsyncIterator[Lease]:
+        """Memory for work that is no model, as compiling an engine; given back when the context ends.
+
+        Models that are idle and less important go for it, and come back with their next request. What is being loaded
+        or unloaded is waited for. `terms` are bytes by purpose. Raises InsufficientMemory when that is not enough.
+        """
+
+        def admission() -> Admission:
+            have_bytes = self.budget.free_bytes + (self._spare_lease.size_bytes if self._spare_lease else 0)
+            return rules.admit(sum(terms.values()), have_bytes, self._holdings(), priority=priority)
+
+        async with self._room(holder, admission, may_evict=True):
+            lease = self.budget.take(holder, terms)
+        try:
+            yield lease
+        finally:
+            self.budget.give_back(lease)
+
     # Loading and unloading
 
     @property
@@ -482,13 +503,13 @@ class Keeper:
         tenant = tenure.tenant
         need = self._need(tenure)
         try:
-            async with self._room(tenure, may_evict=may_evict):
+            async with self._room_of(tenure, may_evict=may_evict):
                 tenure.lease = self.budget.take(tenant.name, need.loading_terms)
             tenure.predicted = tenure.predicted or need
             tenure.loaded, tenure.over = True, 0
             await self._start(tenure, gentle=gentle)
             if not self._fit(tenure):
-                async with self._room(tenure, may_evict=may_evict):
+                async with self._room_of(tenure, may_evict=may_evict):
                     self._fit(tenure)
         except InsufficientMemory as error:
             log.warning("model_not_loaded", model=tenant.name, reason=str(error))
@@ -526,16 +547,24 @@ class Keeper:
         if supervisor.ready and supervisor.ready.overhead_bytes:
             self._overhead_bytes = supervisor.ready.overhead_bytes
 
+    def _room_of(self, tenure: Tenure, *, may_evict: bool) -> contextlib.AbstractAsyncContextManager[None]:
+        return self._room(tenure.tenant.name, lambda: self._admission(tenure), may_evict=may_evict, tenure=tenure)
+
     @contextlib.asynccontextmanager
-    async def _room(self, tenure: Tenure, *, may_evict: bool) -> AsyncIterator[None]:
-        """Evict what must go, and let nobody else take its place meanwhile; raises InsufficientMemory."""
+    async def _room(
+        self, name: str, admit: Callable[[], Admission], *, may_evict: bool, tenure: Tenure | None = None
+    ) -> AsyncIterator[None]:
+        """Evict what must go, and let nobody else take its place meanwhile; raises InsufficientMemory.
+
+        `name` is who needs the room, as `tenure` unless it is no model.
+        """
         while True:
             async with self._deciding:
-                admission = self._admission(tenure)
+                admission = admit()
                 if admission.fits and (may_evict or not admission.would_evict):
                     self._lend_spare()
-                    for name in admission.would_evict:
-                        await self._evict(self._tenures[name], tenure.tenant.name)
+                    for leaver in admission.would_evict:
+                        await self._evict(self._tenures[leaver], name)
                     yield
                     return
             # What others need to load is more than what they will keep, and who leaves will keep nothing. Nobody waits
@@ -543,7 +572,7 @@ class Keeper:
             moving = [one.task for one in self._all if one.task and one.lease and one is not tenure and one.moving]
             moving = [task for task in moving if task is not asyncio.current_task()]
             if not moving:
-                raise rules.refusal(tenure.tenant.name, admission)
+                raise rules.refusal(name, admission)
             await asyncio.wait(moving, return_when=asyncio.FIRST_COMPLETED)
 
     async def _evict(self, tenure: Tenure, room_for: str) -> None:

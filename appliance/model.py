@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,8 +67,7 @@ class Model:
                 raise BundleError(msg)
             self._folder = folder
             self._task = tasks.make(folder.manifest.task, folder.read_labels())
-            for name, graph in folder.manifest.graphs.items():
-                self._open_best(folder, name, graph, order)
+            self._open_all(folder, order)
         else:
             self._task = tasks.make(TaskSpec("tensors"), [])
             self._open_bare(Path(order.onnx), spoiled=order.spoiled)
@@ -193,12 +193,25 @@ class Model:
             raise NotFound(msg)
         return self._sessions[graph]
 
-    def _open_best(self, folder: BundleFolder, name: str, graph: Graph, order: wire.Open) -> None:
-        """Open `graph` in the precision that `fastest` prefers here among those that may serve."""
-        candidates = allowed(graph, order.precision)
-        known = order.latency_ms.get(name, {})
-        if set(candidates) <= set(known):
-            candidates = [fastest({precision: known[precision] for precision in candidates})]
+    def _open_all(self, folder: BundleFolder, order: wire.Open) -> None:
+        """Open every graph; at once where nothing is timed: much of it is reading, hashing and running."""
+        graphs = folder.manifest.graphs
+        candidates = {name: _candidates(name, graph, order) for name, graph in graphs.items()}
+
+        def open_one(name: str) -> None:
+            self._open_best(folder, name, candidates[name], order)
+
+        if not self.runtime.opens_at_once or any(len(one) > 1 for one in candidates.values()):
+            for name in graphs:
+                open_one(name)
+            return
+        with ThreadPoolExecutor(order.concurrency) as pool:
+            for _ in pool.map(open_one, graphs):
+                pass  # raises what opening raised
+
+    def _open_best(self, folder: BundleFolder, name: str, candidates: Sequence[str], order: wire.Open) -> None:
+        """Open a graph in the precision of `candidates` that `fastest` prefers here."""
+        graph = folder.manifest.graphs[name]
         opened: dict[str, Session] = {}
         for precision in candidates:
             variant = graph.variants[precision]
@@ -206,7 +219,7 @@ class Model:
             if order.spoiled:
                 content = _spoiled(content)
                 variant.graph.check(content)  # as reading it from a disk that turned the byte would have been
-            opened[precision] = self.runtime.open(content, threads=1)
+            opened[precision] = self.runtime.open(content, threads=1, few_shapes=_few_shapes(graph.spec))
             check_spec(f"graph {name!r} in {precision}", graph.spec, opened[precision].spec)
             prove(opened[precision], folder, variant.golden)
         best = candidates[0]
@@ -243,6 +256,19 @@ class Model:
                 return
             if all(-1 not in spec.shape for spec in session.spec.inputs):
                 break
+
+
+def _few_shapes(spec: ModelSpec) -> bool:
+    """Whether at most one dimension of each input varies, besides the first: a text line's width, not a picture's."""
+    return all(sum(size == -1 for size in tensor.shape[1:]) <= 1 for tensor in spec.inputs)
+
+
+def _candidates(name: str, graph: Graph, order: wire.Open) -> list[str]:
+    """Precisions of `graph` to open: the one that is known to be preferred here, otherwise all that may serve."""
+    candidates, known = allowed(graph, order.precision), order.latency_ms.get(name, {})
+    if set(candidates) <= set(known):
+        return [fastest({precision: known[precision] for precision in candidates})]
+    return candidates
 
 
 def allowed(graph: Graph, precision: str) -> list[str]:

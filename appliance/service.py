@@ -97,6 +97,8 @@ class InferResponse:
     origin: Origin
     tensors: Sequence[Tensor]
     timing_ms: Mapping[str, float]
+    together: int = 1
+    """Requests that shared the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,8 @@ class Outcome:
     seconds: float
     error: BaseException | None = None
     timing_ms: Mapping[str, float] = field(default_factory=dict)
+    together: int = 1
+    """Requests that shared the run, if there was one."""
 
 
 Observer: TypeAlias = Callable[[Outcome], None]
@@ -240,7 +244,7 @@ class Bundle:
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
         degraded = supervisor.health.degraded or None
         origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
-        return InferResponse(origin, answer.tensors, answer.timing_ms)
+        return InferResponse(origin, answer.tensors, answer.timing_ms, answer.together)
 
 
 Mirror: TypeAlias = Callable[[InferRequest, InferResponse], None]
@@ -462,7 +466,7 @@ class Service:
             return response
         documents = [orjson.dumps(document) for document in _documents(response)]
         result = Tensor("result", "BYTES", (len(documents),), pack_bytes(documents))
-        return InferResponse(response.origin, [result], response.timing_ms)
+        return InferResponse(response.origin, [result], response.timing_ms, response.together)
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
         """Answer for the one encoded picture in `request.tensors` as a document."""
@@ -594,6 +598,7 @@ class Service:
         started = time.monotonic()
         fault: BaseException | None = None
         timing_ms: Mapping[str, float] = {}
+        together = 1
         try:
             self._keeper.check(request.priority)
             while not self._keeper.awake(bundle.name):
@@ -601,7 +606,7 @@ class Service:
                 bundle = self._bundle(request.model, request.version)  # another version may have come
             with self._room(bundle, request):
                 response = await bundle.infer(request, started)
-            timing_ms = response.timing_ms
+            timing_ms, together = response.timing_ms, response.together
             for mirror in self.mirrors:
                 mirror(request, response)
         except BaseException as error:  # a client that left is a CancelledError
@@ -610,7 +615,7 @@ class Service:
         else:
             return response
         finally:
-            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms)
+            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms, together)
             for observer in self.observers:
                 observer(outcome)
 

@@ -24,6 +24,7 @@ from appliance.core.faults import Fault, classify, cuda_code
 from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, WorkerHealth
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY, DEPTH, Schedule, Ticket
+from appliance.core.seldom import Seldom
 from appliance.core.watch import NEVER, Watch
 from appliance.life import Life, StartLife
 from models.errors import (
@@ -41,6 +42,8 @@ log = structlog.get_logger()
 _LINGER_S = 0.5
 """A worker that has hung up may take this long to end by itself, so that its own reason is seen."""
 _LEAST_GRACE_S = 1.0
+_FAILURES_S = 1.0
+"""Runs that fail are logged no more often: a model that fails at every request would fill the log of a device."""
 _OUTPUT_READS = 4
 """As much as a pipe holds: what a worker has left behind when it is gone."""
 
@@ -51,6 +54,8 @@ class Answer:
 
     tensors: list[Tensor]
     timing_ms: Mapping[str, float]
+    together: int = 1
+    """Requests that shared the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class Supervisor:
         self._gone = asyncio.Event()
         self._on_change: Callable[[], None] = lambda: None
         self._on_measured: Callable[[], None] = lambda: None
+        self._failures = Seldom(_FAILURES_S)
         self._unmeasured: set[int] = set()
         """Runs that take nobody knows how much."""
         self._quiet = asyncio.Event()
@@ -417,7 +423,7 @@ class Supervisor:
             self._moved(Event.PROVEN)
         timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
         if not held.ticket.item.answer.done():
-            held.ticket.item.answer.set_result(Answer(tensors, timing_ms))
+            held.ticket.item.answer.set_result(Answer(tensors, timing_ms, message.together))
 
     def _ended(
         self,
@@ -450,7 +456,11 @@ class Supervisor:
         if message.id == self._proof:
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
         elif fault is not Fault.BAD_INPUT:
-            log.error("run_failed", model=self.name, pid=life.process.pid, reason=message.message)
+            if self._failures.due(now):
+                left_out = self._failures.left_out() or None
+                log.error(
+                    "run_failed", model=self.name, pid=life.process.pid, reason=message.message, left_out=left_out
+                )
             if fault not in DOUBTFUL:
                 self._kill(life, fault, message.message)
             elif self._proof is None and self.health.worth_proving(fault, now):

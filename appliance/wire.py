@@ -182,6 +182,8 @@ class Done:
     tensors: tuple[TensorHead, ...]
     timing_ms: Mapping[str, float]
     took_s: float = 0.0
+    together: int = 1
+    """Requests that shared the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +305,7 @@ def _message(kind: str, body: dict[str, Any]) -> Message:
             body["one_run"],
         )
     if kind == "Done":
-        return Done(body["id"], _heads(body["tensors"]), body["timing_ms"], body["took_s"])
+        return Done(body["id"], _heads(body["tensors"]), body["timing_ms"], body["took_s"], body["together"])
     return schema.load(_KINDS[kind], body)
 
 

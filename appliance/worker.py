@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
 from appliance.core.budget import bucket_of
-from appliance.gauge import Meter
+from appliance.gauge import Meter, bound_heap
 from appliance.gently import gently
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
@@ -82,6 +82,7 @@ class Worker:
 
         With `gentle` its libraries are loaded on a thread of low priority.
         """
+        bound_heap()
         with contextlib.suppress(Exception):  # it will happen again, where it can be told
             _call(lambda: _load_libraries(runtime), gentle=gentle)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
@@ -241,7 +242,8 @@ class Worker:
             # A run of fewer than were meant says nothing of what so many cost.
             took_s = time.monotonic() - started_at if len(wanted) == len(batch) else 0.0
             parcels += [
-                self._done(job.run, answer, timing_ms, took_s) for job, answer in zip(wanted, answers, strict=True)
+                self._done(job.run, answer, timing_ms, took_s, together=len(wanted))
+                for job, answer in zip(wanted, answers, strict=True)
             ]
         self._reply(parcels)
 
@@ -260,11 +262,11 @@ class Worker:
         return run.id not in self._wanted or (run.deadline_at is not None and time.monotonic() >= run.deadline_at)
 
     def _done(
-        self, run: wire.Run, answer: Sequence[Tensor], timing_ms: Mapping[str, float], took_s: float
+        self, run: wire.Run, answer: Sequence[Tensor], timing_ms: Mapping[str, float], took_s: float, together: int = 1
     ) -> wire.Parcel:
         if self._unwanted(run):
             return wire.Skipped(run.id), ()
-        return wire.Done(run.id, wire.heads(answer), timing_ms, took_s), [tensor.data for tensor in answer]
+        return wire.Done(run.id, wire.heads(answer), timing_ms, took_s, together), [tensor.data for tensor in answer]
 
     def _reply(self, parcels: Sequence[wire.Parcel]) -> None:
         """Send answers together, or one by one when that is too much; what cannot be sent at all is a failure."""

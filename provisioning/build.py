@@ -83,15 +83,16 @@ class Keeping:
 
     def __init__(self, runtime: Runtime) -> None:
         """Open with `runtime`."""
-        self.name = runtime.name
+        self.name, self.opens_at_once = runtime.name, runtime.opens_at_once
         self._runtime = runtime
-        self._open: dict[tuple[bytes, int], Session] = {}
+        self._open: dict[tuple[bytes, int, bool], Session] = {}
 
-    def open(self, graph: bytes, *, threads: int) -> Session:
+    def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> Session:
         """See `Runtime.open`."""
-        if (graph, threads) not in self._open:
-            self._open[graph, threads] = self._runtime.open(graph, threads=threads)
-        return self._open[graph, threads]
+        key = graph, threads, few_shapes
+        if key not in self._open:
+            self._open[key] = self._runtime.open(graph, threads=threads, few_shapes=few_shapes)
+        return self._open[key]
 
     def release(self) -> None:
         """See `Runtime.release`."""

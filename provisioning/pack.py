@@ -13,10 +13,11 @@ from appliance.runtime.machine import machine, time_in_turn
 from models.bundle import Blob, Golden, Graph, Manifest, Provenance, TaskSpec, Variant
 from models.errors import BundleError, ConfigError, WorkshopError
 from models.folder import MANIFEST, REPORTS, BundleFolder, is_torn, pack_arrays, write_bundle
-from models.measurements import Measurements
+from models.measurements import Measurements, fastest
 from models.spec import ModelSpec
 from provisioning import accuracy
 from provisioning.build import Built, BuiltGraph
+from provisioning.peak import memory_of
 from provisioning.report import ORIGINAL, Report
 
 TOLERANCE = {"fp32": (1e-3, 0.0), "int8": (0.1, 0.05), "int8-unfused": (0.1, 0.05)}
@@ -111,11 +112,16 @@ def pack(built: Built, path: Path) -> Manifest:
     packed_ms = {
         name: {one: ms for one, ms in its.items() if one in graphs[name].variants} for name, its in latency_ms.items()
     }
+    served = {
+        name: (graph.variants[fastest(packed_ms[name])].content, graph.example)
+        for name, graph in built.graphs.items()
+        if name in graphs
+    }
     report = _report(built, manifest, latency_ms, size_bytes)
     contents = (report.to_html(), json.dumps(report.to_json(), indent=1, ensure_ascii=False))
     reports = {name: content.encode() for name, content in zip(REPORTS, contents, strict=True)}
     try:
-        write_bundle(path, manifest, blobs, {"cpu": Measurements(machine(), packed_ms)}, reports)
+        write_bundle(path, manifest, blobs, {"cpu": Measurements(machine(), packed_ms, memory_of(served))}, reports)
     except OSError as error:
         msg = f"the bundle cannot be written into {path} ({error.strerror}): make room, or give another with --out"
         raise WorkshopError(msg) from error

@@ -186,7 +186,7 @@ class _Sweep:
 
         key = [None, characters]  # that of the gate, which reads the original as well
         original = json.loads(steps.run("read", self.name, "original", [self.published, split.sha256], key, read))
-        inputs = [plain, content, split.sha256]
+        inputs: list[bytes | str] = [plain, content, split.sha256]
         found = json.loads(steps.run("diverge", self.name, "", inputs, characters, read_and_compare))
         compared = accuracy.compare(split.lines, original, found["read"])
         return {"kl": found["kl"], "reading": {key: one for key, one in compared.items() if key != "by_source"}}

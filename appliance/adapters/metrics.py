@@ -7,6 +7,7 @@ served models only, whose number nobody outside decides.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 from bisect import bisect_left
@@ -47,6 +48,7 @@ _REASONS: Mapping[str, tuple[type[BaseException], ...]] = {
 """Triton's reasons of a failure -> what counts as such; the first that fits."""
 _PARTS = {"queue": "queue", "decode": "input", "inference": "infer", "processing": "output"}
 """Part of an answer's timing -> Triton's name of it."""
+_COMPUTED = {part: name for part, name in _PARTS.items() if part != "queue"}
 _LABELS = ("model", "version")
 
 
@@ -85,7 +87,7 @@ class Metrics:
             "version": version,
             "last_inference": round(tally.last_at * 1e3),
             "inference_count": tally.answered,
-            "execution_count": tally.answered,
+            "execution_count": sum(batch.executions for batch in tally.batches.values()),
             "inference_stats": {
                 "success": _duration(tally.answered, tally.seconds),
                 "fail": _duration(sum(tally.failures.values()), tally.failed_s),
@@ -93,13 +95,36 @@ class Metrics:
                 "cache_hit": _duration(0, 0.0),
                 "cache_miss": _duration(0, 0.0),
             },
-            "batch_stats": [],
+            "batch_stats": [batch.statistics for _size, batch in sorted(tally.batches.items())],
             "memory_usage": [],
             "response_stats": {},
         }
 
     def _observe(self, outcome: Outcome) -> None:
         self._tallies.setdefault((outcome.model, outcome.version), _Tally()).add(outcome)
+
+
+class _Batches:
+    """Runs that so many requests shared; each of these requests tells the time of the whole run."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._requests = 0
+        self._parts_s = dict.fromkeys(_COMPUTED.values(), 0.0)
+
+    def add(self, timing_ms: Mapping[str, float]) -> None:
+        self._requests += 1
+        for part, name in _COMPUTED.items():
+            self._parts_s[name] += timing_ms.get(part, 0.0) / 1e3 / self.size
+
+    @property
+    def executions(self) -> int:
+        return math.ceil(self._requests / self.size)
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        parts = {f"compute_{name}": _duration(self.executions, spent_s) for name, spent_s in self._parts_s.items()}
+        return {"batch_size": self.size, **parts}
 
 
 class _Tally:
@@ -109,6 +134,8 @@ class _Tally:
         self.answered = 0
         self.seconds = self.failed_s = 0.0
         self.parts_s = dict.fromkeys(_PARTS.values(), 0.0)
+        self.batches: dict[int, _Batches] = {}
+        """By the number of requests that shared a run."""
         self.failures = dict.fromkeys(_REASONS, 0)
         self.buckets = [0] * (len(_BUCKETS_S) + 1)
         self.last_at = 0.0
@@ -123,6 +150,7 @@ class _Tally:
             for part, spent_ms in outcome.timing_ms.items():
                 if part in _PARTS:
                     self.parts_s[_PARTS[part]] += spent_ms / 1e3
+            self.batches.setdefault(outcome.together, _Batches(outcome.together)).add(outcome.timing_ms)
             self.last_at = time.time()
         else:
             self.failed_s += seconds
@@ -199,6 +227,13 @@ class _StateCollector(Collector):
         reboot.add_metric([], float(status["reboot_wanted"] is not None))
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
         yield from self._of_memory(status["memory"])
+        lag = GaugeMetricFamily(
+            "appliance_event_loop_lag_seconds", "How late the event loop was, in the last minute.", labels=("quantile",)
+        )
+        for quantile, key in (("0.5", "p50"), ("0.99", "p99"), ("1", "max")):
+            if "event_loop" in status:  # not in a service that has no loop of its own
+                lag.add_metric([quantile], status["event_loop"][f"lag_{key}_ms"] / 1e3)
+        yield lag
 
     @staticmethod
     def _of_memory(memory: Mapping[str, Any]) -> Iterator[Metric]:

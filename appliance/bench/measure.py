@@ -38,6 +38,7 @@ BAD_INPUTS = REPEATS = 1000
 RECOVERED_S = 300.0
 AVAILABLE = 99.95
 """Percent."""
+LAG_MS = 5.0
 FAULTS = ("crash", "hang", "nan", "corrupt-plan")
 """Drilled, those from which a model has to recover."""
 _DAY_S = 86_400
@@ -119,6 +120,7 @@ class Bench:
         bundles = {one["name"]: one for one in status["models"]}
         # A graph of a bundle is `bundle.graph`.
         served = bundles.get(self.model) or bundles[self.model.rpartition(".")[0]]
+        self._bundle: str = served["name"]
         self._tolerance = max(served["tolerance"].values(), default=_BARE_TOLERANCE)
         carried = {"Authorization": client.headers["authorization"]} if "authorization" in client.headers else {}
         longest_s = plan.lasts_s / _PARTS
@@ -192,6 +194,8 @@ class Bench:
         verdicts, self._findings.poisson = elasticity.random_arrivals(self._loads, 1, self._tell, shares)
         yield from verdicts
         yield from elasticity.overload(self._loads, 1, self._tell)
+        lag_ms = self._status()["event_loop"]["lag_p99_ms"]
+        yield Verdict("event loop lag under these loads, P99 of the last minute", lag_ms, LAG_MS, "ms")
 
     def _bad_inputs(self) -> Iterator[Verdict]:
         before = self._status()
@@ -278,7 +282,7 @@ class Bench:
             yield Verdict(what, None, RECOVERED_S, "s", note="left out of a quick run")
             return
         try:
-            for result in Drill(self._client, self.model).run(FAULTS):
+            for result in Drill(self._client, self._bundle).run(FAULTS):
                 self._tell(f"{result.fault}: {result.verdict}")
                 results.append(result)
         except ApplianceError as error:

@@ -38,9 +38,14 @@ class Runtime(Protocol):
 
     name: str
     """Its `RuntimeName`, which every answer carries."""
+    opens_at_once: bool
+    """Whether `open` may be called from several threads at once; a GPU's context belongs to the thread that made it."""
 
-    def open(self, graph: bytes, *, threads: int) -> Session:
-        """Open a graph from its bytes; raises BundleError when it cannot be loaded."""
+    def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> Session:
+        """Open a graph from its bytes; raises BundleError when it cannot be loaded.
+
+        With `few_shapes` memory may be planned, and more of it taken, for each shape that comes.
+        """
 
     def release(self) -> None:
         """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""

@@ -23,12 +23,19 @@ class NullRuntime:
     """Opens nothing; takes the time and the memory that it is told to."""
 
     name = "null"
+    opens_at_once = True
 
     def __init__(self, run_limit_bytes: int = 0) -> None:
         """Refuse runs that take more than `run_limit_bytes` (0: none)."""
         self._run_limit_bytes = run_limit_bytes
 
-    def open(self, graph: bytes, *, threads: int) -> NullSession:  # noqa: ARG002 - the seam's signature
+    def open(
+        self,
+        graph: bytes,
+        *,
+        threads: int,  # noqa: ARG002 - the seam's signature
+        few_shapes: bool = True,  # noqa: ARG002
+    ) -> NullSession:
         """See `Runtime.open`."""
         try:
             data = json.loads(graph)

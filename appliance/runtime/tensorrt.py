@@ -100,6 +100,8 @@ def here(backend: str, trt: Any, driver: Driver) -> Target:  # noqa: ANN401 - th
 class TensorRtRuntime:
     """Opens the plans that lie in a bundle's folder of engines."""
 
+    opens_at_once = False
+
     def __init__(self, backend: str, engines: Path | None) -> None:
         """Load the library and the driver; raises ConfigError or ModelError when either is missing."""
         self.name = backend
@@ -112,7 +114,13 @@ class TensorRtRuntime:
         self._runtime = self._trt.Runtime(self._log)
         self._sessions: weakref.WeakSet[TensorRtSession] = weakref.WeakSet()
 
-    def open(self, graph: bytes, *, threads: int) -> TensorRtSession:  # noqa: ARG002 - the seam's signature
+    def open(
+        self,
+        graph: bytes,
+        *,
+        threads: int,  # noqa: ARG002 - the seam's signature
+        few_shapes: bool = True,  # noqa: ARG002
+    ) -> TensorRtSession:
         """See `Runtime.open`. The plan is the one whose passport names the digest of `graph` and fits this machine."""
         passport, path = self._find(graph)
         try:

@@ -67,6 +67,7 @@ def test_requests_share_runs_once_that_was_measured_to_be_cheaper_and_each_gets_
                 answers = await asyncio.gather(*(ask(supervisor, start + i) for i in range(16)))
             runs = {answer.timing_ms["inference"] for answer in answers}
             assert len(runs) == 2, "sixteen requests in runs of eight"
+            assert {answer.together for answer in answers} == {8}
 
     asyncio.run(scenario())
 
@@ -77,6 +78,7 @@ def test_requests_run_alone_when_that_is_all_that_is_allowed(tmp_path: Path) -> 
             for start in range(0, 64, 16):
                 answers = await asyncio.gather(*(ask(supervisor, start + i) for i in range(16)))
             assert len({answer.timing_ms["inference"] for answer in answers}) == 16
+            assert {answer.together for answer in answers} == {1}
 
     asyncio.run(scenario())
 

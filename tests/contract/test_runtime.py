@@ -89,6 +89,15 @@ def test_an_unknown_runtime_is_refused_with_those_that_exist() -> None:
         choose("cuda13")
 
 
+@pytest.mark.parametrize("few_shapes", [True, False])
+def test_what_is_computed_does_not_depend_on_how_memory_is_planned(
+    runtime: Runtime, case: Case, few_shapes: bool
+) -> None:
+    opened = runtime.open(case.identity, threads=1, few_shapes=few_shapes)
+    for rows in (2, 2, 5, 2):
+        assert opened.run({"x": matrix(rows)})["y"].tolist() == matrix(rows).tolist()
+
+
 def test_a_session_describes_what_it_takes_and_gives(session: Session, case: Case) -> None:
     x, y = TensorSpec("x", "FP32", (-1, -1), case.layout), TensorSpec("y", "FP32", (-1, -1), case.layout)
     assert session.spec == ModelSpec((x,), (y,))

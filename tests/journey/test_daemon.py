@@ -70,6 +70,7 @@ def test_a_disk_that_takes_seconds_keeps_nobody_waiting(tmp_path: Path) -> None:
 
         eventually(kept, "what a worker takes was written down", 60)
         assert max(waits_s) < 3
+        assert 0 <= daemon.status()["event_loop"]["lag_p99_ms"] <= daemon.status()["event_loop"]["lag_max_ms"] < 3000
     finally:
         daemon.close()
 

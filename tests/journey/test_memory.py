@@ -235,6 +235,25 @@ def test_switching_between_loaded_models_takes_less_than_200_ms(start_daemon: St
 
 
 @pytest.mark.long
+def test_when_the_machine_runs_short_of_memory_load_is_shed_step_by_step_and_important_requests_are_answered(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    more_than_there_is = {"APPLIANCE_MEMORY__LOW_AVAILABLE_BYTES": str(2**50)}
+    daemon = start(start_daemon, tmp_path, {"a": {}}, **more_than_there_is).wait_ready()
+    eventually(lambda: memory(daemon)["step"] == "unload_idle", "all steps are taken", 15)
+    assert [line["step"] for line in daemon.log("memory_pressure")] == ["refuse_low", "narrow", "unload_idle"]
+    x = {"name": "x", "shape": [1, 1], "datatype": "FP32", "data": [1]}
+    low = daemon.http.post("/v2/models/a/infer", json={"inputs": [x], "parameters": {"priority": 9}})
+    assert low.status_code == 429, low.text
+    assert "memory is short" in low.json()["error"]
+    assert_echoes(daemon, "a", 2)
+    eventually(lambda: states(daemon)["a"] == "UNAVAILABLE", "it is unloaded because nobody uses it", 15)
+    assert memory(daemon)["spare_pid"] is None
+    assert_echoes(daemon, "a", 3)
+    daemon.stop()
+
+
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_reloads_three_times_faster(
     start_daemon: StartDaemon, reading_bundle: Path

@@ -33,9 +33,11 @@ class Scraped:
         self._service = MemoryService()
         self.metrics = metrics.Metrics(self._service)  # type: ignore[arg-type] # its double
 
-    def happened(self, seconds: float, error: BaseException | None = None, **timing_ms: float) -> None:
+    def happened(
+        self, seconds: float, error: BaseException | None = None, together: int = 1, **timing_ms: float
+    ) -> None:
         for observer in self._service.observers:
-            observer(Outcome("echo", "1.0", seconds, error, timing_ms))
+            observer(Outcome("echo", "1.0", seconds, error, timing_ms, together))
 
     @property
     def lines(self) -> list[str]:
@@ -125,6 +127,17 @@ def test_where_the_time_went_is_counted_under_the_names_of_triton() -> None:
         "cache_hit": {"count": 0, "ns": 0},
         "cache_miss": {"count": 0, "ns": 0},
     }
+
+
+def test_requests_that_shared_a_run_count_as_one_execution_with_its_size() -> None:
+    scraped = Scraped()
+    for together in (4, 4, 4, 4, 1):
+        scraped.happened(0.1, together=together, inference=8.0)
+    statistics = scraped.metrics.statistics("echo", "1.0")
+    assert (statistics["inference_count"], statistics["execution_count"]) == (5, 2)
+    idle = {"count": 1, "ns": 0}
+    run = {"compute_input": idle, "compute_infer": {"count": 1, "ns": 8_000_000}, "compute_output": idle}
+    assert statistics["batch_stats"] == [{"batch_size": 1, **run}, {"batch_size": 4, **run}]
 
 
 def test_statistics_of_a_model_that_was_never_asked_are_zeros() -> None:

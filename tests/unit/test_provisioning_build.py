@@ -129,15 +129,15 @@ def test_the_report_lies_beside_the_manifest_and_outside_its_digest(workshop: Wo
 class Counting:
     """onnxruntime, and what it opened."""
 
-    name = RUNTIME.name
+    name, opens_at_once = RUNTIME.name, RUNTIME.opens_at_once
 
     def __init__(self) -> None:
         """Nothing is open yet."""
         self.opened: list[bytes] = []
 
-    def open(self, graph: bytes, *, threads: int) -> Session:
+    def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> Session:
         self.opened.append(graph)
-        return RUNTIME.open(graph, threads=threads)
+        return RUNTIME.open(graph, threads=threads, few_shapes=few_shapes)
 
 
 def test_gate_and_packing_open_each_graph_once(
@@ -267,6 +267,9 @@ def test_golden_vectors_are_answers_of_the_very_graphs(workshop: Workshop, tmp_p
     assert measured is not None
     assert measured.machine == machine()
     assert measured.latency_ms["rec"].keys() == {"fp32", "int8"}
+    assert measured.memory is not None
+    assert 0 <= measured.memory.weights_bytes <= measured.memory.load_peak_bytes
+    assert 0 < measured.memory.load_peak_bytes < 2**30
 
 
 def test_a_checkpoint_that_answers_no_numbers_is_refused(workshop: Workshop) -> None:

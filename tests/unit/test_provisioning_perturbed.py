@@ -54,14 +54,14 @@ class PerturbedSession:
 class PerturbedRuntime:
     """onnxruntime on a processor that rounds otherwise."""
 
-    name = RUNTIME.name
+    name, opens_at_once = RUNTIME.name, RUNTIME.opens_at_once
 
     def __init__(self, seed: int) -> None:
         """Choose the noise by `seed`."""
         self._seed = seed
 
-    def open(self, graph: bytes, *, threads: int) -> Session:
-        return PerturbedSession(RUNTIME.open(graph, threads=threads), self._seed)
+    def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> Session:
+        return PerturbedSession(RUNTIME.open(graph, threads=threads, few_shapes=few_shapes), self._seed)
 
 
 @pytest.fixture(scope="module")
