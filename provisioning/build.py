@@ -242,8 +242,9 @@ class Room:
         plain = self._passes(
             name, self._shared_if_wanted(name, self.normalised(name, published[name])), graph.passes[1:before_mark]
         )
+        task_settings = schema.dump(self.settings)
         sha256, shape = self.splits["calibrate"].sha256, next(iter(example.values())).shape
-        int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, shape, self.notes)
+        int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, task_settings, shape, self.notes)
         original = gate.original()
         made: dict[str, bytes] = {}
         quantized: dict[str, Quantized] = {}

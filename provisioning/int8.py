@@ -46,6 +46,8 @@ class Int8:
     """The float graph before pass mark."""
     samples: Sequence[Mapping[str, Array]]
     samples_sha256: str
+    """Of the pictures; what the task's settings make of them is the graph's input."""
+    task_settings: object
     shape: Sequence[int]
     """Of an input, for which the multiply-accumulates are counted."""
     notes: dict[str, str]
@@ -87,7 +89,7 @@ class Int8:
 
     def _watch(self, content: bytes) -> bytes:
         int8 = self.recipe.int8
-        settings = [self.recipe.role, int8.method, int8.percentile, int8.pooled]
+        settings = [self.recipe.role, self.task_settings, int8.method, int8.percentile, int8.pooled]
         return self._run(
             "watch",
             "int8",
@@ -99,7 +101,8 @@ class Int8:
     def _search(self, precision: str, even: bytes, seen: bytes, kept: list[str]) -> bytes:
         """JSON of what stays in float beside `kept`: for `int8` outside fused operators, else inside."""
         int8 = self.recipe.int8
-        settings = [self.recipe.role, list(self.shape), int8.float_budget, int8.keep_float, kept, self.recipe.passes]
+        chosen = [int8.float_budget, int8.keep_float, kept, self.recipe.passes]
+        settings = [self.recipe.role, self.task_settings, list(self.shape), *chosen]
 
         def search() -> bytes:
             return _search(self, precision, even, seen, kept)
