@@ -57,7 +57,7 @@ class Int8:
     def make(self, precision: str) -> tuple[bytes, Quantized]:
         """The graph in `precision`, and how it was made."""
         even, seen = self._even()
-        fused = "mark" in self.recipe.passes
+        fused = "mark" in self.recipe.passes and precision != UNFUSED
         found = json.loads(self._search("int8", even, seen, []))
         if precision == UNFUSED:
             more = json.loads(self._search(UNFUSED, even, seen, list(found["kept"])))
@@ -65,7 +65,7 @@ class Int8:
         keep = list(found["kept"])
 
         def quantize() -> bytes:
-            return _quantize(even, seen, keep, mark=fused and precision != UNFUSED)
+            return _quantize(even, seen, keep, mark=fused)
 
         content = self._run("quantize", precision, [even, seen], [keep, fused], quantize)
         measured = self._run("share", precision, [content], list(self.shape), lambda: _shares(content, self.shape))

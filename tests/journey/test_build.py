@@ -157,6 +157,7 @@ def test_the_real_recipe_reads_as_well_as_its_checkpoint(reading_bundle: Path, t
         assert (
             quantized is None or rec.variants[precision].graph.size_bytes <= 0.4 * rec.variants["fp32"].graph.size_bytes
         )
+    assert rec.variants["int8-unfused"].graph.size_bytes < rec.variants["int8"].graph.size_bytes
     assert len(BundleFolder(reading_bundle).read_labels()) == 6624
     again = subprocess.run(
         [str(PROVISION), "build", str(RECIPE), "--out", str(tmp_path), "--json"],
