@@ -125,6 +125,10 @@ def resumed(journal: Journal, now: float) -> Known:
     again = {one.id: one for one in rules.resume(known.deployments, now)}
     slots = {slot.digest: slot for slot in known.slots}
     changed = [slot for one in again.values() if (slot := rules.slot_of(one))]
-    journal.write(list(again.values()), changed, None)
+    if again:
+        try:
+            journal.write(list(again.values()), changed, None)
+        except OSError as error:  # it stands there as it was, and serving must not wait for room
+            log.warning("journal_not_written", reason=str(error))
     slots.update({slot.digest: slot for slot in changed})
     return Known(tuple(again.get(one.id, one) for one in known.deployments), tuple(slots.values()), known.facts)

@@ -78,7 +78,8 @@ class Updates:
             log.warning("bundle_not_read", model=name, reason=str(error))
         if facts.given.get(str(folder)) != name:
             self._known = replace(self._known, facts=replace(facts, given={**facts.given, str(folder): name}))
-            self._journal.write([], [], self._known.facts)
+            with contextlib.suppress(OSError):  # a full disk: the name is noted at another start
+                self._journal.write([], [], self._known.facts)
         slots = list(self._known.slots)
         while slot := to_serve(slots, name, self._known.facts.revoked):
             try:

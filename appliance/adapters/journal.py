@@ -1,6 +1,7 @@
 """`journal.db`: deployments, slots, orders, and what was learned from signed metadata, safe from power cuts.
 
-SQLite with every commit synced to disk. One thread writes; the event loop only waits for it.
+SQLite with every commit synced to disk, and with a rollback journal: to read it nothing needs to be written, so a
+device with a full disk starts. One thread writes; the event loop only waits for it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 _SCHEMA = """
-PRAGMA journal_mode = WAL;
-PRAGMA synchronous = FULL;
+PRAGMA journal_mode = DELETE;
+PRAGMA synchronous = EXTRA;
 CREATE TABLE IF NOT EXISTS deployments (id INTEGER PRIMARY KEY, document TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS slots (digest TEXT PRIMARY KEY, document TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS orders (id TEXT PRIMARY KEY, document TEXT NOT NULL);
@@ -98,8 +99,7 @@ class Journal:
                 aside = path.with_name(f"{path.name}.damaged")
                 log.warning("journal_damaged", path=str(path), set_aside=str(aside), reason=str(error))
                 path.replace(aside)
-                for more in ("-wal", "-shm"):
-                    path.with_name(path.name + more).unlink(missing_ok=True)
+                path.with_name(f"{path.name}-journal").unlink(missing_ok=True)
                 self._database = _opened(path)
         except (sqlite3.Error, OSError) as error:
             self._writer.shutdown()

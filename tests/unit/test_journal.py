@@ -76,7 +76,7 @@ def test_the_last_hundred_deployments_are_remembered_and_those_that_brought_what
 def test_every_commit_is_synced(tmp_path: Path) -> None:
     with closing(Journal(tmp_path / "journal.db")) as journal:
         asked = "PRAGMA synchronous", "PRAGMA journal_mode"
-        assert [journal._database.execute(one).fetchone()[0] for one in asked] == [2, "wal"]  # noqa: SLF001
+        assert [journal._database.execute(one).fetchone()[0] for one in asked] == [3, "delete"]  # noqa: SLF001
 
 
 def test_a_daemon_that_starts_writes_down_where_it_goes_on(tmp_path: Path) -> None:
@@ -90,6 +90,18 @@ def test_a_daemon_that_starts_writes_down_where_it_goes_on(tmp_path: Path) -> No
         assert known == journal.read()
         assert known.deployments[0].at is Step.VERIFY
         assert known.slots[0].state == "bad"
+
+
+def test_a_device_with_a_disk_that_takes_nothing_starts_with_what_it_knew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    with closing(Journal(path)) as journal:
+        journal.write([rules.begin(DEPLOYMENT, NOW)], [SLOT], FACTS)
+    with closing(Journal(path)) as journal:
+        journal._database.execute("PRAGMA query_only = ON")  # noqa: SLF001 - as root a file's mode stops nobody
+        known = resumed(journal, NOW)
+        assert (known.deployments[0].begun, known.slots, known.facts) == (False, (SLOT,), FACTS)
+        with pytest.raises(OSError, match="readonly"):
+            journal.write([DEPLOYMENT], [], None)
 
 
 def test_nothing_stands_where_it_is_not_written_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
