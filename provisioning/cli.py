@@ -199,8 +199,9 @@ def verify(
     from provisioning.gate import said  # noqa: PLC0415
     from provisioning.verify import verify as compare  # noqa: PLC0415
 
-    if report_file and not report_file.absolute().parent.is_dir():
-        msg = f"{report_file.absolute().parent} is no folder: make it, or give another file with --report"
+    if report_file and (report_file.is_dir() or not report_file.absolute().parent.is_dir()):
+        what = f"{report_file} is a folder" if report_file.is_dir() else f"{report_file.absolute().parent} is no folder"
+        msg = f"{what}: give a file in a folder that is there with --report"
         raise ConfigError(msg)
     folder, project = BundleFolder(bundle), labelled.default_folder()
     with _progress() as report:

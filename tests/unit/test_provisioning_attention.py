@@ -147,6 +147,6 @@ def test_a_model_without_attention_is_refused_with_what_looked_like_it() -> None
     with pytest.raises(
         ConfigError,
         match=r"no attention to convert in det \(a.onnx\), rec \(b.onnx\); softmax7 of rec \(b.onnx\) looks like it, "
-        r"but it is odd: leave out --kv-heads",
+        r"but it is odd: leave out --kv-heads, or take another recipe",
     ):
         sharing.check(attention, 2)
