@@ -49,7 +49,8 @@ def check(attention: Mapping[str, Overview], kv_heads: int) -> None:
             for graph, one in attention.items()
             for node, reason in one.not_understood.items()
         )
-        msg = f"there is no attention to convert in {', '.join(attention)}{unlike}: leave out --kv-heads, or take another recipe"
+        where = ", ".join(attention)
+        msg = f"there is no attention to convert in {where}{unlike}: leave out --kv-heads, or take another recipe"
         raise ConfigError(msg)
     for graph, one in attention.items():
         for node, heads in one.heads.items():
