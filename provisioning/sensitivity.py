@@ -38,8 +38,8 @@ _AGAIN = 4
 _STALE = 0.25
 """... until so little of the divergence is left: beside an error that drowns everything, gains say nothing."""
 _NOISE = 20.0
-"""Nats over all decisions at which a search ends: that of two or three decisions that fall the other way, which they
-do and undo with any change of the rounding. Of a page's pixels so many do not count."""
+"""Nats over all time steps of a recogniser at which a search ends: two or three of them have fallen the other way,
+between two characters, and they do and undo that with any change of the rounding."""
 _NEARLY = 0.75
 """Of those that take off nearly as much as the best the one with the least arithmetic is kept. Where two operators
 spoil the same, either mends it: which one mends more is a matter of rounding."""
@@ -92,7 +92,7 @@ class Search:
         gains: dict[str, float] = {}
         gain: dict[str, float] = {}
         ranked = math.inf
-        while left * self._decisions() > _NOISE:
+        while not self._is_noise(left):
             fit = [name for name in candidates if name not in gains and candidates[name] <= budget]
             if left < ranked * _STALE:
                 ranked = left
@@ -110,8 +110,8 @@ class Search:
             budget -= candidates[best]
         return Kept(gains, before, left)
 
-    def _decisions(self) -> int:
-        return sum(len(log_p) for log_p in self._plain)
+    def _is_noise(self, divergence: float) -> bool:
+        return self._role == "recognise" and divergence * sum(map(len, self._plain)) <= _NOISE
 
     def divergence(self, keep_float: Collection[str], stride: int = 1) -> float:
         """Divergence with all but `keep_float` in INT8, on every `stride`-th sample."""

@@ -104,7 +104,7 @@ class Told(sensitivity.Search):
 
     def __init__(self, told: Mapping[str, float]) -> None:
         """`told` is by the names of what is in float, side by side."""
-        self._told = told
+        self._told, self._role = told, "recognise"
         self._plain = [np.zeros((1000, 2), np.float32)]
 
     def divergence(self, keep_float: Collection[str], stride: int = 1) -> float:
@@ -126,6 +126,6 @@ def test_what_stands_in_the_shadow_of_a_larger_error_is_looked_at_again_without_
     assert list(Told(told).keep(dict.fromkeys(names, 1), (), 100).gains) == ["h", "g"]
 
 
-def test_nothing_is_kept_for_a_divergence_that_two_decisions_can_make() -> None:
+def test_nothing_is_kept_for_a_divergence_that_two_time_steps_can_make() -> None:
     assert not Told({"": 0.019, "a": 0.001}).keep({"a": 1}, (), 1).gains
     assert list(Told({"": 0.021, "a": 0.001}).keep({"a": 1}, (), 1).gains) == ["a"]
