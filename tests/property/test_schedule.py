@@ -283,7 +283,7 @@ def test_a_flood_without_a_name_leaves_each_camera_its_share(cameras: int, flood
     assert served.count("") >= 40 // (cameras + 1) - 1
 
 
-@given(st.lists(st.integers(1, 10), min_size=1, max_size=20))
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=16))  # of one second each, as many as may wait
 def test_tickets_that_came_together_leave_by_priority_and_by_arrival_within_one(priorities: list[int]) -> None:
     schedule = simple()
     for i, priority in enumerate(priorities, start=1):

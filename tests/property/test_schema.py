@@ -45,7 +45,7 @@ VARIANT = st.builds(Variant, BLOB, st.builds(Golden, BLOB, BLOB, FINITE, FINITE)
 GRAPH = st.builds(
     Graph,
     st.builds(ModelSpec, TENSORS, TENSORS),
-    st.dictionaries(NAME, VARIANT, max_size=2),
+    st.dictionaries(NAME, VARIANT, min_size=1, max_size=2),
     st.none() | ACCURACY,
     st.dictionaries(NAME, TEXT, max_size=2),
 )
@@ -63,7 +63,7 @@ MANIFEST = st.builds(
     NAME,
     TEXT,
     st.builds(TaskSpec, NAME, st.dictionaries(TEXT, SETTING, max_size=3), st.none() | BLOB),
-    st.dictionaries(NAME, GRAPH, max_size=2),
+    st.dictionaries(NAME, GRAPH, min_size=1, max_size=2),
     PROVENANCE,
 )
 
