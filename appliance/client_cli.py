@@ -10,7 +10,7 @@ import time
 import uuid
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import httpx
 import typer
@@ -213,7 +213,7 @@ def doctor(
     except ApplianceError as error:
         console.fail(str(error))
     except httpx.HTTPError as error:
-        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+        _fail(url, error)
     failed = any(result.verdict == "failed" for result in results)
     if as_json:
         print(json.dumps({"model": held.model, "passed": not failed, "faults": [asdict(one) for one in results]}))
@@ -253,7 +253,7 @@ def bench(
     except ApplianceError as error:
         console.fail(str(error))
     except httpx.HTTPError as error:
-        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+        _fail(url, error)
     except OSError as error:
         console.fail(f"the report cannot be written: {error}")
     if as_json:
@@ -292,19 +292,24 @@ def _client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
         console.fail(f"{CA_VARIABLE} names {authority}, which cannot be used ({error}): give a PEM file")
 
 
+def _fail(url: str, error: httpx.HTTPError) -> NoReturn:
+    """Print why the daemon at `url` could not be asked, or what it refused, and exit with 1."""
+    if not isinstance(error, httpx.HTTPStatusError):
+        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
+    try:
+        reason = error.response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        reason = error.response.text[:200]
+    console.fail(f"{reason} (HTTP {error.response.status_code})")
+
+
 def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
     """Ask the daemon; on failure print one sentence and exit with 1."""
     try:
         with _client(url) as client:
-            response = client.request(method, path, **request)
+            response = client.request(method, path, **request).raise_for_status()
     except httpx.HTTPError as error:
-        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
-    if response.is_error:
-        try:
-            reason = response.json()["error"]
-        except (ValueError, KeyError, TypeError):
-            reason = response.text[:200]
-        console.fail(f"{reason} (HTTP {response.status_code})")
+        _fail(url, error)
     try:
         return response.json()
     except ValueError:

@@ -372,6 +372,9 @@ def _show(path: Path, as_json: bool) -> None:
     _print_graphs(manifest.graphs, measured)
     for source in manifest.provenance.sources:
         _out.print(f"from {source.package} {source.version}: {source.file}, sha256 {source.sha256[:12]}...")
+    for step in manifest.provenance.steps:
+        if step.asked:
+            _out.print(f"asked for: {step.graph} with {step.asked}")
     _out.print(f"made in {len(manifest.provenance.steps)} steps with {_listed(manifest.provenance.tools)}")
     if (path / REPORTS[0]).exists():
         _out.print(f"report of the gate, with plots: {path / REPORTS[0]}")
@@ -400,7 +403,7 @@ def _print_graphs(graphs: Mapping[str, Graph], measured: Measurements | None) ->
         for precision, reason in graph.left_out.items():
             _out.print(f"left out: {name} {precision}, {reason}")
     if here:
-        _out.print("* what this machine would serve: fp32, unless another takes at most nine tenths of its time here")
+        _out.print("* what this machine would serve: fp32 if it is there, unless another takes nine tenths of its time")
     else:
         why = "times are those of another machine" if measured else "no times were kept"
         _out.print(f"{why}: the daemon measures when it starts, to choose the precision it serves")

@@ -168,23 +168,28 @@ def _kept(name: str, limit: float | None, agreement: Agreement) -> Check:
     return Check(name, least, agreement.share, agreement.share >= least, agreement.on)
 
 
-_WORDS = {
-    "exact_drop": "exact match fell by",
-    "cer_drop": "the character error rate rose by",
-    "found_drop": "the share of labelled page lines found fell by",
-    "same_class": "same class:",
-    "cosine": "cosine of the outputs:",
-    "overlap": "overlap of the text found:",
+_LOSSES = {
+    "exact_drop": ("exact match", "fell", "rose"),
+    "cer_drop": ("the character error rate", "rose", "fell"),
+    "found_drop": ("the share of labelled page lines found", "fell", "rose"),
 }
+"""Limit of a loss -> what is meant, and what it did when something was lost, and when something was won."""
+_SHARES = {"same_class": "same class", "cosine": "cosine of the outputs", "overlap": "overlap of the text found"}
 
 
 def said(check: Check) -> str:
-    """One check in words."""
-    within = f", 95 % interval {check.interval[0]:+.2%} to {check.interval[1]:+.2%}" if check.interval else ""
+    """One check in words. A loss and its interval, of which less is better, are in points of a share."""
     doubt = "" if check.resolved else f"; not resolved by {check.on}"
+    if check.name in _SHARES:
+        share = f"{_SHARES[check.name]}: {check.measured:.2%} ({check.on})"
+        return f"{share}, the limit {check.name} is {check.limit:.2%}{doubt}"
+    what, lost, won = _LOSSES[check.name]
+    did, points = (lost if check.measured >= 0 else won), abs(check.measured) * 100
+    interval = " to ".join(f"{one * 100:+.2f}" for one in check.interval)
+    within = f", 95 % interval of the loss {interval}" if interval else ""
     return (
-        f"{_WORDS[check.name]} {check.measured:.2%} ({check.on}{within}), "
-        f"the limit {check.name} is {check.limit:.2%}{doubt}"
+        f"{what} {did} by {points:.2f} points ({check.on}{within}), "
+        f"the limit {check.name} is {check.limit * 100:.2f}{doubt}"
     )
 
 

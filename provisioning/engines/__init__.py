@@ -116,7 +116,8 @@ def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache:
     folder.read(variant.graph)  # a damaged one is told as such, not as what a parser makes of it
     example = {key: array.shape for key, array in folder.read_arrays(variant.golden.inputs).items()}
     path = folder.path / ENGINES / wish.target / f"{stem(name, precision)}.plan"
-    part = path.with_name(f".{path.name}.new")
+    part, beside = path.with_name(f".{path.name}.new"), path.with_suffix(".passport.json")
+    passport_part = beside.with_name(f".{beside.name}.new")
     order = Order(
         backend=wish.backend,
         graph=str(blob_path(folder.path, variant.graph)),
@@ -132,8 +133,9 @@ def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache:
         )
         plan = part.read_bytes()
         passport = _passport(name, precision, wish, variant.graph, Blob.of(plan), built)
+        write_file(passport_part, passport.to_bytes())  # a disk that is full leaves the earlier engine whole
         part.replace(path)
-        write_file(path.with_suffix(".passport.json"), passport.to_bytes())
+        passport_part.replace(beside)
     except WorkshopError as error:
         msg = f"graph {name} in {precision} could not be compiled for {wish.target}: {error}"
         raise WorkshopError(msg) from error
@@ -144,6 +146,7 @@ def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache:
         raise WorkshopError(msg) from error
     finally:
         part.unlink(missing_ok=True)
+        passport_part.unlink(missing_ok=True)
     return Engine(path, passport, built)
 
 

@@ -109,7 +109,7 @@ def test_the_manifest_keeps_every_limit_with_what_was_measured(workshop: Worksho
 
 
 def test_a_missed_limit_of_the_error_rate_leaves_a_precision_out(workshop: Workshop) -> None:
-    with pytest.raises(GateFailed, match=r"the character error rate rose by .*, the limit cer_drop is -100\.00%"):
+    with pytest.raises(GateFailed, match=r"the character error rate rose by .*, the limit cer_drop is -100\.00"):
         workshop.build(**{"gate.exact_drop = 0.5": "gate.exact_drop = 0.5\n        gate.cer_drop = -1"})
 
 
