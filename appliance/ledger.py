@@ -71,7 +71,7 @@ class Ledger:
 
     async def note(self, deployment: Deployment) -> None:
         """Write down where a deployment stands, with its slot; only then it stands there."""
-        slot = rules.slot_of(deployment)
+        slot = rules.slot_of(deployment, self._slots.get(deployment.digest))
 
         def keep() -> None:
             self._deployments[deployment.id] = deployment
@@ -124,7 +124,7 @@ def resumed(journal: Journal, now: float) -> Known:
     known = journal.read()
     again = {one.id: one for one in rules.resume(known.deployments, now)}
     slots = {slot.digest: slot for slot in known.slots}
-    changed = [slot for one in again.values() if (slot := rules.slot_of(one))]
+    changed = [slot for one in again.values() if (slot := rules.slot_of(one, slots.get(one.digest)))]
     if again:
         try:
             journal.write(list(again.values()), changed, None)

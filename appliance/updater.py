@@ -528,15 +528,11 @@ class Updater:
 
     def _before(self, deployment: Deployment) -> tuple[Path, str]:
         """Folder and version of what served before a deployment, or where that is gone, of the latest good one."""
-        given, revoked = self._followed[deployment.name], self._ledger.facts.revoked
-        if deployment.previous != given.digest:
-            others = [slot for slot in self._ledger.slots if slot.digest != deployment.digest]
-            previous = [slot for slot in others if slot.digest == deployment.previous]
-            for among in (previous, others):
-                slot = rules.to_serve(among, deployment.name, revoked)
-                if slot:
-                    return self._folder(slot.digest), slot.version
-        return given.folder, "as it was given"
+        given = self._followed[deployment.name]
+        slot = rules.to_go_back_to(deployment, self._ledger.slots, self._ledger.facts.revoked)
+        if slot is None or deployment.previous == given.digest:
+            return given.folder, "as it was given"
+        return self._folder(slot.digest), slot.version
 
     # Files
 

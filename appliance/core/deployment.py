@@ -237,10 +237,17 @@ class Slot:
     """Id of the one that made it so: the higher the later."""
 
 
-def slot_of(deployment: Deployment) -> Slot | None:
-    """The slot of the deployment's bundle as its step makes it; None while that is left as it was."""
+def slot_of(deployment: Deployment, before: Slot | None = None) -> Slot | None:
+    """The slot of the deployment's bundle, which was `before`, as its step makes it; None while that is left as it was.
+
+    One that is good stays good while its version is brought again: its files are whole, and only what is missing is
+    fetched. Until it is on trial, or its files are found to be damaged, a start may need it.
+    """
     step = deployment.at
     if step is Step.CHECK or (step is Step.REFUSED and Step.RESERVE.value not in deployment.begins):
+        return None
+    unharmed = step is Step.REFUSED and not deployment.condemns and deployment.failed_step != Step.VERIFY.value
+    if before and before.state == SlotState.GOOD.value and (step in _BEFORE_SERVING or unharmed):
         return None
     if step is Step.GOOD:
         state = SlotState.GOOD
@@ -277,6 +284,18 @@ def to_serve(slots: Iterable[Slot], name: str, revoked: Mapping[str, str] | None
         if found:
             return max(found, key=lambda slot: slot.deployment)
     return None
+
+
+def to_go_back_to(
+    deployment: Deployment, slots: Iterable[Slot], revoked: Mapping[str, str] | None = None
+) -> Slot | None:
+    """What serves when a deployment goes back: the version before it, or where that is gone, the latest good one.
+
+    None means the folder that the daemon was given.
+    """
+    others = [slot for slot in slots if slot.digest != deployment.digest]
+    before = [slot for slot in others if slot.digest == deployment.previous]
+    return to_serve(before, deployment.name, revoked) or to_serve(others, deployment.name, revoked)
 
 
 def kept(slots: Sequence[Slot], deployments: Iterable[Deployment], serving: Iterable[str]) -> frozenset[str]:

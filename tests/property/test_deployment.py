@@ -34,7 +34,7 @@ class Disk:
     def note(self, deployment: Deployment) -> None:
         """One transaction."""
         self.deployments[deployment.id] = deployment
-        slot = rules.slot_of(deployment)
+        slot = rules.slot_of(deployment, self.slots.get(deployment.digest))
         if slot:
             self.slots[slot.digest] = slot
 
@@ -89,7 +89,8 @@ class Device(RuleBasedStateMachine):
         """What a step does to disk and memory; the event that it really ends with."""
         if (begun.at, event) not in rules.TABLE:
             event = Event.FAILED
-        if begun.at in {Step.RESERVE, Step.FETCH}:
+        slot = self.disk.slots.get(begun.digest)
+        if begun.at in {Step.RESERVE, Step.FETCH} and not (slot and slot.state == SlotState.GOOD.value):
             self.disk.whole[begun.digest] = begun.at is Step.FETCH and event is Event.PASSED
         if begun.at is Step.VERIFY and event is Event.PASSED and not self.disk.whole.get(begun.digest):
             event = Event.FAILED
@@ -102,7 +103,8 @@ class Device(RuleBasedStateMachine):
         if begun.at is Step.SWITCH and event is Event.PASSED:
             self.serving = begun.digest
         if begun.at is Step.BACK and event is Event.PASSED:
-            self.serving = begun.previous
+            back = rules.to_go_back_to(begun, self.disk.slots.values())
+            self.serving = GIVEN if back is None or begun.previous == GIVEN else back.digest
         return event
 
     @rule(really=st.sampled_from([False] * 9 + [True]))

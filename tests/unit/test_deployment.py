@@ -156,3 +156,24 @@ def test_what_was_signed_raises_the_floor_but_never_above_the_clock() -> None:
     assert clock.raised(NOW, NOW + 50, NOW + 100) == NOW + 50
     assert clock.raised(NOW, NOW - 50, NOW + 100) == NOW
     assert clock.raised(NOW, NOW + 5000, NOW + 100) == NOW + 100
+
+
+def test_a_version_that_proved_good_stays_good_while_it_is_brought_again() -> None:
+    good = rules.Slot("new", "scale", "2.0.0", rules.SlotState.GOOD.value, 1)
+    deployment = rules.Deployment(2, "scale", "2.0.0", "new", "old", started_at=0.0)
+    while deployment.at is not Step.TRIAL:
+        assert rules.slot_of(deployment, good) is None
+        deployment = rules.after(rules.begin(deployment, 0.0), Event.PASSED, 0.0)
+    made = rules.slot_of(deployment, good)
+    assert made is not None
+    assert made.state == rules.SlotState.TRIAL.value
+
+
+def test_a_good_version_whose_files_are_damaged_is_good_no_more() -> None:
+    good = rules.Slot("new", "scale", "2.0.0", rules.SlotState.GOOD.value, 1)
+    deployment = rules.Deployment(2, "scale", "2.0.0", "new", "old", started_at=0.0)
+    while deployment.at is not Step.VERIFY:
+        deployment = rules.after(rules.begin(deployment, 0.0), Event.PASSED, 0.0)
+    made = rules.slot_of(rules.after(deployment, Event.FAILED, 0.0), good)
+    assert made is not None
+    assert made.state == rules.SlotState.BAD.value
