@@ -498,7 +498,7 @@ class Updater:
             return Judged("it does not serve: its folder could not be opened at the start")
         before, tally = self._tallies[name], Tally()
         self._tallies[name] = tally
-        restarts, faulty = self._service.serving(name).supervisor.health.restarts, 0
+        faulty = 0
         until = time.monotonic() + self._config.trial_s
         while True:
             if self._wanted_back and self._wanted_back[0] == deployment.id:
@@ -508,7 +508,9 @@ class Updater:
             faulty = faulty + 1 if fault else 0
             if faulty >= _FAULTY_LOOKS or (fault and over):
                 return Judged(f"its worker is not well on trial: {fault}")
-            again = self._service.serving(name).supervisor.health.restarts - restarts
+            again = self._service.serving(
+                name
+            ).supervisor.health.restarts  # since it was loaded: it was on trial at once
             if again > 0:
                 return Judged("its worker had to be started anew on trial", {"restarts": float(again)})
             judged = gates.trial(before, tally, self._rules, over=over)

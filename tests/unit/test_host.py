@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,12 +49,22 @@ def test_a_stall_for_memory_is_told_in_percent_of_the_last_ten_seconds(pressure:
 
 
 def test_the_memory_of_a_process_grows_by_what_it_touches_and_one_that_is_gone_has_none() -> None:
-    before = host.process_bytes(os.getpid())
+    touched_bytes = 32 * 2**20
+    program = f"print(flush=True); input(); touched = bytearray(b'1') * {touched_bytes}; print(flush=True); input()"
+    # Another process, which does nothing else meanwhile.
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        before = host.process_bytes(process.pid)
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        after = host.process_bytes(process.pid)
+        process.stdin.write(b"\n")
     assert before is not None
-    touched = bytearray(b"1") * (32 * 2**20)
-    after = host.process_bytes(os.getpid())
     assert after is not None
-    assert len(touched) * 0.9 < after - before < len(touched) * 1.5
+    assert touched_bytes * 0.9 < after - before < touched_bytes * 1.5
     assert host.process_bytes(2**22 + 1) is None
 
 
