@@ -255,14 +255,13 @@ def test_when_the_machine_runs_short_of_memory_load_is_shed_step_by_step_and_imp
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_reloads_three_times_faster(
+def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_reloads_thrice_as_fast_as_it_starts(
     start_daemon: StartDaemon, reading_bundle: Path
 ) -> None:
     pages = [Path(__file__).parent.parent / "data" / "ocr" / "pages" / name for name in PAGES]
     settings = {"APPLIANCE_MEMORY__SAMPLE_S": "0.05", "APPLIANCE_MEMORY__IDLE_TRIM_S": "1"}
-    daemon = start_daemon("--bundle", str(reading_bundle), **settings).wait_serving()
-    began = time.monotonic()
-    daemon.wait_ready(300)
+    began = time.monotonic()  # workers load while the doors open: a clock that starts at the doors starts too late
+    daemon = start_daemon("--bundle", str(reading_bundle), **settings).wait_serving().wait_ready(300)
     cold_s = time.monotonic() - began
 
     def read(page: Path) -> None:
