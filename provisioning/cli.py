@@ -27,7 +27,7 @@ from appliance import __version__
 from models.errors import ApplianceError, ConfigError, WorkshopError
 from models.targets import BACKENDS, BUILD_CHECK
 from models.targets import TARGETS as ENGINE_TARGETS
-from provisioning import command_cli, publish_cli
+from provisioning import command_cli, overlay_cli, publish_cli
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -283,6 +283,9 @@ def compile_(
     _out.print(table)
     if any(one.passport.purpose == BUILD_CHECK for one in made):
         _out.print(f"{BUILD_CHECK}: shows that the graphs compile; never executed, and not served unless asked for")
+
+
+app.command(epilog=_epilog("provision image image.toml --out overlay.tar"))(overlay_cli.image)
 
 
 @_sweep.command(name="gqa", epilog=_epilog("provision sweep gqa models/zoo/ppocr-v4.toml --plot gqa.svg"))

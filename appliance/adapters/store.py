@@ -15,6 +15,8 @@ from models.folder import read_measurements, write_file, write_measurements
 from models.measurements import Measurements
 
 _OVERHEAD = "process_overhead.json"
+JOURNAL, SLOTS, METADATA = "journal.db", "slots", "repository"
+"""In the state folder: deployments and slots, bundles by digest, and signed metadata that was accepted."""
 DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
 """It stands in MQTT topics."""
 
