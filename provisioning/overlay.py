@@ -147,9 +147,14 @@ def overlay(image: Image, parts: Parts) -> Tree:
 
 
 def tar(tree: Tree) -> bytes:
-    """The tree as an archive for `tar -x` at the root of a file system: the same bytes for the same tree."""
+    """The tree as an archive for `tar -x` at the root of a file system: the same bytes for the same tree.
+
+    Of folders only our own are in it: those of the system keep their modes and times, from which systemd tells whether
+    new users are to be made.
+    """
     buffer = io.BytesIO()
-    folders = {str(parent) for path in tree for parent in PurePosixPath(path).parents} - {"."}
+    parents = {parent for path in tree for parent in PurePosixPath(path).parents}
+    folders = {str(one) for one in parents if str(one).startswith((PREFIX, CONFIG, STATE))}
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sorted(folders | tree.keys()):
             entry, node = tarfile.TarInfo(path), tree.get(path)

@@ -36,7 +36,8 @@ SINCE: Mapping[int, str] = {
     232: "CPUWeight ProtectControlGroups ProtectKernelModules ProtectKernelTunables RemoveIPC",
     233: "RestrictNamespaces",
     235: """
-        CacheDirectory CacheDirectoryMode ConfigurationDirectory LockPersonality StateDirectory StateDirectoryMode
+        CacheDirectory CacheDirectoryMode ConfigurationDirectory ConfigurationDirectoryMode LockPersonality
+        StateDirectory StateDirectoryMode
     """,
     236: "Delegate",  # with a list of controllers
     242: "ProtectHostname RestrictSUIDSGID",
