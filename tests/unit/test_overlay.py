@@ -106,7 +106,10 @@ def test_a_laid_out_environment_runs_the_commands_of_its_wheels_and_nothing_of_t
         archive.extractall(tmp_path, members, filter="tar")
     interpreter = tmp_path / "opt/appliance/bin/python"
     interpreter.unlink()
-    interpreter.symlink_to(Path(sys.executable).resolve())  # where this machine has it
+    real = Path(sys.executable).resolve()  # where this machine has it, in the place of where a device does
+    interpreter.symlink_to(real)
+    settings_of_it = tmp_path / "opt/appliance/pyvenv.cfg"
+    settings_of_it.write_text(settings_of_it.read_text().replace("/usr/bin", str(real.parent)))
     (tmp_path / "appliance").mkdir()
     (tmp_path / "appliance/__init__.py").write_text("raise ImportError('the caller is not asked')")
     command = tmp_path / "opt/appliance/bin/appliance"
