@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +24,7 @@ from models.folder import write_file
 
 PLAN = "etc/appliance/firstboot.json"
 UNIT = "etc/systemd/system/appliance.target.wants/appliance-firstboot.service"
-STATE = "/var/lib/appliance"
+STATE, HELD = "/var/lib/appliance", "usr/share/appliance/state"
 _BIN = Path(sys.executable).parent
 _MODULES = (
     "appliance.daemon, appliance.worker, appliance.rollback, appliance.runtime.onnx, appliance.updater, models.tasks"
@@ -32,10 +34,12 @@ _MODULES = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is left to do, in this order; the first three before the daemon starts."""
+    """What is left to do, in this order; the first four before the daemon starts."""
 
     grow: bool = False
     """Let the file system of the state folder fill its partition, and that the disk."""
+    fill: bool = False
+    """Bring what the image holds for the state folder there."""
     power_mode: int | None = None
     """Of nvpmodel. It may reboot the board at once."""
     bytecode: bool = False
@@ -69,6 +73,8 @@ class FirstBoot:
         plan, failed = self._plan, False
         if plan.grow:
             failed |= not self._step("growing the disk", self._grow, grow=False)
+        if plan.fill:
+            failed |= not self._step("filling the state folder", self._fill, fill=False)
         if plan.power_mode is not None:
             failed |= not self._step("setting the power mode", self._set_power_mode, power_mode=None)
         if plan.bytecode:
@@ -113,6 +119,20 @@ class FirstBoot:
             _tool("sfdisk", "--no-reread", "--no-tell-kernel", "-N", number, disk, given=", +\n")
             _tool("partx", "--update", "--nr", number, disk)
         _tool("resize2fs", source)
+
+    def _fill(self) -> None:
+        """Each entry appears whole or not at all; one that is there is the device's own."""
+        state = self._root / STATE.lstrip("/")
+        for entry in sorted((self._root / HELD).iterdir()):
+            new, there = state / f".{entry.name}.new", state / entry.name
+            if there.exists():
+                continue
+            if new.exists():  # an earlier try was cut
+                shutil.rmtree(new) if new.is_dir() else new.unlink()
+            shutil.copytree(entry, new, symlinks=True) if entry.is_dir() else shutil.copy2(entry, new)
+            _tool("chown", "-R", "appliance:appliance", str(new))
+            os.sync()
+            new.rename(there)
 
     def _set_power_mode(self) -> None:
         wanted = str(self._plan.power_mode)

@@ -22,6 +22,8 @@ from models.errors import ConfigError, WorkshopError
 
 PYTHONS = {"3.10": "JetPack 6", "3.12": "JetPack 7", "3.11": "Debian 12, where images are tested"}
 PREFIX, CONFIG, STATE = "opt/appliance", "etc/appliance", "var/lib/appliance"
+HELD = "usr/share/appliance"
+"""What the first boot brings into the state folder, which may be on a partition of its own."""
 _UNITS, _WANTS = "etc/systemd/system", ".target.wants"
 _OURS = "edge_appliance-"
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -99,6 +101,8 @@ class Image:
     """Link the system's TensorRT in."""
     published: Published | None = None
     first_boot: FirstBoot = field(default_factory=FirstBoot)
+    data: str = ""
+    """Label of a partition for the state folder, which is made a file system where it holds none; else that of /."""
     network: Network | None = None
     ntp: tuple[str, ...] = ()
     """Time servers, in place of the distribution's."""
@@ -137,7 +141,8 @@ def overlay(image: Image, parts: Parts) -> Tree:
         raise ConfigError(msg)
     tree = _environment(image, parts.wheels)
     tree |= _services(parts.units)
-    tree |= {f"{STATE}/{path}": node for path, node in parts.state.items()}
+    tree |= {f"{HELD}/state/{path}": node for path, node in parts.state.items()}
+    tree |= _data(image.data) if image.data else {}
     tree[f"{CONFIG}/config.toml"] = File(_config(image, parts).encode(), 0o640)
     for name, content in (("root.json", parts.root), ("fleet-ca.pem", parts.authority)):
         if content:
@@ -154,7 +159,7 @@ def tar(tree: Tree) -> bytes:
     """
     buffer = io.BytesIO()
     parents = {parent for path in tree for parent in PurePosixPath(path).parents}
-    folders = {str(one) for one in parents if str(one).startswith((PREFIX, CONFIG, STATE))}
+    folders = {str(one) for one in parents if str(one).startswith((PREFIX, CONFIG, HELD))}
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for path in sorted(folders | tree.keys()):
             entry, node = tarfile.TarInfo(path), tree.get(path)
@@ -238,6 +243,30 @@ def _services(units: Mapping[str, bytes]) -> Tree:
     return tree
 
 
+def _data(label: str) -> Tree:
+    """Units that mount the partition `label` as the state folder, and make it a file system before the first time."""
+    if not _BARE_KEY.fullmatch(label):
+        msg = f"data is {label!r}: a partition label of A-Z a-z 0-9 _ - is needed"
+        raise ConfigError(msg)
+    device = f"/dev/disk/by-partlabel/{label}"
+    unit = f"dev-disk-by\\x2dpartlabel-{label.replace('-', chr(92) + 'x2d')}.device"
+    makes = (
+        "[Unit]\nDescription=File system for models\nDefaultDependencies=no\n"
+        f"BindsTo={unit}\nAfter={unit}\nBefore=var-lib-appliance.mount\n"
+        # It leaves alone whatever holds a file system already.
+        f"[Service]\nType=oneshot\nRemainAfterExit=yes\nExecStart=/lib/systemd/systemd-makefs ext4 {device}\n"
+        "TimeoutStartSec=0\n"
+    )
+    mounts = (
+        "[Unit]\nDescription=Models and state\nRequires=appliance-data.service\nAfter=appliance-data.service\n"
+        f"[Mount]\nWhat={device}\nWhere=/{STATE}\nType=ext4\nOptions=noatime,nodev,nosuid,noexec\n"
+    )
+    return {
+        f"{_UNITS}/appliance-data.service": File(makes.encode()),
+        f"{_UNITS}/var-lib-appliance.mount": File(mounts.encode()),
+    }
+
+
 def _config(image: Image, parts: Parts) -> str:
     config = {key: dict(value) if isinstance(value, Mapping) else value for key, value in image.config.items()}
     if parts.digests:
@@ -249,7 +278,7 @@ def _config(image: Image, parts: Parts) -> str:
 
 def _first_boot(image: Image, parts: Parts) -> str:
     plan = schema.dump(image.first_boot) | {"grow": image.first_boot.grow, "lock": image.first_boot.lock}
-    plan |= {"bytecode": True}
+    plan |= {"fill": bool(parts.state), "bytecode": True}
     if image.first_boot.target:
         plan["bundles"] = [f"/{STATE}/slots/{digest}" for digest in parts.digests]
     return json.dumps(plan, indent=1, sort_keys=True)

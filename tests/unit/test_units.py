@@ -20,7 +20,7 @@ UNITS = sorted(path for path in FOLDER.iterdir() if path.suffix in {".service", 
 JETPACK_6 = 249
 SINCE: Mapping[int, str] = {
     0: """
-        After Before Description OnFailure PartOf Wants WantedBy ConditionPathExists
+        After Before Description OnFailure PartOf RequiresMountsFor Wants WantedBy ConditionPathExists
         Environment ExecStart ExecStopPost Group KillMode LimitNOFILE Nice NoNewPrivileges NotifyAccess PrivateNetwork
         PrivateTmp Restart RestartSec Slice SupplementaryGroups TimeoutStartSec TimeoutStopSec Type UMask User
         WatchdogSec

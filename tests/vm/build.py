@@ -70,8 +70,9 @@ _NOT_NEEDED = (
 )
 """What libgl1 brings: OpenCV links it, and nobody draws."""
 _MODULES = ("virtio_pci", "virtio_mmio", "virtio_blk", "virtio_net", "virtio_rng")
-_DISK_BYTES, _FILE_SYSTEM = 4 * 2**30, "2G"
-"""The file system is smaller than its disk, so that the first boot has something to grow."""
+_LABEL = "appliance-data"
+_DATA_BYTES, _DATA_MIB = 2**30, 64
+"""The data partition is smaller than its disk, so that the first boot has something to grow."""
 _SERVE = "/usr/bin/python3 -m http.server 8090 --bind 127.0.0.1 --directory /srv/repository/now"
 _UNITS = {
     "vm-agent.service": "[Service]\nExecStart=/usr/bin/python3 /srv/agent.py\nRestart=always\n",
@@ -93,7 +94,8 @@ exec /bin/busybox switch_root /new /lib/systemd/systemd
 class Machine:
     """What is booted and how it is spoken to."""
 
-    disk: Path
+    disks: tuple[Path, Path]
+    """Of the system, and of the data, not booted yet."""
     kernel: Path
     initrd: Path
     authority: Path
@@ -106,8 +108,9 @@ class Machine:
     @classmethod
     def kept(cls, work: Path) -> Machine:
         """What `build` has left in `work`."""
-        paths = (work / name for name in ("fresh.raw", "vmlinuz", "initrd.img", "authority.pem"))
-        return cls(*paths, token=(work / "token").read_text(), reader=work / "reader")
+        disks = work / "fresh.raw", work / "fresh-data.raw"
+        paths = (work / name for name in ("vmlinuz", "initrd.img", "authority.pem"))
+        return cls(disks, *paths, token=(work / "token").read_text(), reader=work / "reader")
 
 
 def build(work: Path, bundle: Path) -> Machine:
@@ -126,8 +129,13 @@ def build(work: Path, bundle: Path) -> Machine:
     _boot_files(work, root)
     disk = work / "fresh.raw"
     disk.unlink(missing_ok=True)
-    _run("mke2fs", "-q", "-t", "ext4", "-d", root, disk, _FILE_SYSTEM)
-    os.truncate(disk, _DISK_BYTES)
+    _run("mke2fs", "-q", "-t", "ext4", "-d", root, disk, "3G")
+    data = work / "fresh-data.raw"
+    data.unlink(missing_ok=True)
+    data.touch()
+    os.truncate(data, _DATA_BYTES)
+    layout = f"label: gpt\nsize={_DATA_MIB}MiB, name={_LABEL}\n"
+    subprocess.run(["sfdisk", "--quiet", data], input=layout, text=True, check=True)
     return Machine.kept(work)
 
 
@@ -184,6 +192,7 @@ def _furnish(work: Path, root: Path, bundle: Path) -> None:
         tensorrt=False,
         published=overlay.Published("repository/1", str(trusted), ("scale",)),
         first_boot=overlay.FirstBoot(),
+        data=_LABEL,
         network=overlay.Network("10.0.2.15/24", manager="systemd-networkd"),
     )
     parts = overlay_build.gather(image, work, next(wheel.glob("*.whl")), None, scratch)
@@ -194,8 +203,7 @@ def _furnish(work: Path, root: Path, bundle: Path) -> None:
     pem = certificate.private_key_pem.bytes() + b"".join(part.bytes() for part in certificate.cert_chain_pems)
     (root / "etc/appliance/tls.pem").write_bytes(pem)
     authority.cert_pem.write_to_path(str(work / "authority.pem"))
-    (root / "var/lib/appliance/tokens.json").unlink(missing_ok=True)
-    (work / "token").write_text(TokenFile(root / "var/lib/appliance").create("tester", Role.ADMIN))
+    (work / "token").write_text(TokenFile(root / "usr/share/appliance/state").create("tester", Role.ADMIN))
     shutil.copytree(work / "repository", root / "srv/repository", symlinks=True)
     shutil.copy(Path(__file__).with_name("agent.py"), root / "srv/agent.py")
     reader = _reader(bundle, work / "reader")

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 import numpy as np
@@ -30,6 +30,7 @@ from support.daemon import Daemon, binary_floats, binary_request
 from support.processes import free_port
 
 T = TypeVar("T")
+Disks: TypeAlias = tuple[Path, Path]
 
 _FIRST_S, _READY_S, _SHORT_S = 900.0, 400.0, 120.0
 """Emulated, and on a machine that does other things: three to four times what was seen."""
@@ -60,7 +61,7 @@ def check(held: object, what: str) -> None:
 class Vm:
     """One run of the machine, from power on to power off."""
 
-    def __init__(self, machine: Machine, disk: Path, console: Path, memory_mib: int = 1792) -> None:
+    def __init__(self, machine: Machine, disks: Disks, console: Path, memory_mib: int = 1792) -> None:
         """Switch it on."""
         self._console = console
         self.http_port, self._agent_port = free_port(), free_port()
@@ -78,11 +79,13 @@ class Vm:
             "-kernel": str(machine.kernel),
             "-initrd": str(machine.initrd),
             "-append": "root=/dev/vda rw console=ttyAMA0 panic=5 loglevel=4 systemd.show_status=0",
-            "-drive": f"file={disk},if=none,id=d0,format=raw,cache=none",
             "-netdev": f"user,id=n0,restrict=on,{forwards}",
         }
-        devices = ["virtio-blk-pci,drive=d0", "virtio-net-pci,netdev=n0,romfile=", "virtio-rng-pci"]
+        devices = ["virtio-net-pci,netdev=n0,romfile=", "virtio-rng-pci"]
         words = [word for pair in options.items() for word in pair]
+        for number, disk in enumerate(disks):
+            words += ["-drive", f"file={disk},if=none,id=d{number},format=raw,cache=none"]
+            devices.append(f"virtio-blk-pci,drive=d{number}")
         words += [word for device in devices for word in ("-device", device)]
         self.started_at = time.monotonic()
         self.process = subprocess.Popen(["qemu-system-aarch64", "-nodefaults", "-no-reboot", *words])
@@ -209,9 +212,9 @@ class Vm:
 
 
 @contextlib.contextmanager
-def running(machine: Machine, disk: Path, work: Path) -> Iterator[Vm]:
+def running(machine: Machine, disks: Disks, work: Path) -> Iterator[Vm]:
     """A machine that is gone afterwards, whatever happens."""
-    vm = Vm(machine, disk, work / f"console-{time.strftime('%H%M%S')}.log")
+    vm = Vm(machine, disks, work / f"console-{time.strftime('%H%M%S')}.log")
     (work / "qemu.pid").write_text(str(vm.process.pid))
     try:
         yield vm
@@ -231,8 +234,8 @@ def first_boot(vm: Vm) -> None:
     check(
         vm.attempt("systemctl", "is-enabled", "appliance-firstboot")["status"], "the first boot has not removed itself"
     )
-    size = int(vm.run("df", "--output=size", "-B1", "/").split()[-1])
-    check(size > 3 * 2**30, f"the file system was not grown: {size} bytes")
+    size = int(vm.run("df", "--output=size", "-B1", "/var/lib/appliance").split()[-1])
+    check(size > 900 * 2**20, f"the data partition was not grown: {size} bytes")
     model = vm.model("scale")
     check((model["version"], model["trust"]) == ("1.0.0", "signed"), f"the image's bundle serves as {model}")
     check(vm.scale() == 1, "version 1 answers wrongly")
@@ -321,11 +324,11 @@ def falls_back(vm: Vm) -> None:
     say("crash loop ended by the rollback unit", serving_again_after_s=took_s, reason=latest["reason"])
 
 
-def cuts(machine: Machine, disk: Path, work: Path, count: int, chance: random.Random) -> None:
+def cuts(machine: Machine, disks: Disks, work: Path, count: int, chance: random.Random) -> None:
     """Cut the power at a random moment of an update; after each cut the old or the new version serves, verified."""
     tally = {"old": 0, "new": 0}
     with contextlib.ExitStack() as stack:
-        vm = stack.enter_context(running(machine, disk, work))
+        vm = stack.enter_context(running(machine, disks, work))
         longest_s = uncut(vm)
         old = 2
         for number in range(1, count + 1):
@@ -336,7 +339,7 @@ def cuts(machine: Machine, disk: Path, work: Path, count: int, chance: random.Ra
             time.sleep(chance.uniform(0, longest_s))
             after_s = round(time.monotonic() - began_at, 1)
             vm.cut()
-            vm = stack.enter_context(running(machine, disk, work))
+            vm = stack.enter_context(running(machine, disks, work))
             ready_s = round(vm.ready())
             serves = round(vm.until(vm.scale, "it answers"))
             check(serves in {old, new}, f"cut {number}: version {serves} serves, neither {old} nor {new}")
@@ -376,7 +379,7 @@ _RECORDS = 30
 _WRITE = f"""
 import os
 for name in ("synced", "not-synced"):
-    with open(f"/srv/{{name}}", "wb", buffering=0) as file:
+    with open(f"/var/lib/appliance/{{name}}", "wb", buffering=0) as file:
         for number in range({_RECORDS}):
             file.write(b"%07d\\n" % number)
             if name == "synced":
@@ -384,15 +387,18 @@ for name in ("synced", "not-synced"):
 """
 
 
-def control(machine: Machine, disk: Path, work: Path) -> None:
+def control(machine: Machine, disks: Disks, work: Path) -> None:
     """What was written without fsync must be lost, or the cuts above prove nothing; with it, nothing may be."""
-    with running(machine, disk, work) as vm:
+    with running(machine, disks, work) as vm:
         vm.until(lambda: vm.attempt("true")["status"] == 0, "the machine is up", _READY_S)
         vm.run("python3", "-c", _WRITE)
         time.sleep(1)
-    with running(machine, disk, work) as vm:
+    with running(machine, disks, work) as vm:
         vm.until(lambda: vm.attempt("true")["status"] == 0, "the machine is up again", _READY_S)
-        found = {name: vm.attempt("cat", f"/srv/{name}")["out"].count("\n") for name in ("synced", "not-synced")}
+        found = {
+            name: vm.attempt("cat", f"/var/lib/appliance/{name}")["out"].count("\n")
+            for name in ("synced", "not-synced")
+        }
     check(found["synced"] == _RECORDS, f"records that were synced were lost: {found}")
     check(found["not-synced"] < _RECORDS, f"records that were not synced survived, so the cuts show nothing: {found}")
     say("control: records that survive", of=_RECORDS, **found)
@@ -423,20 +429,22 @@ def main() -> int:
 
 def perform(machine: Machine, work: Path, parts: list[str], count: int, chance: random.Random) -> None:
     """The parts, each on a fresh copy of the disk as the first boot has left it."""
-    disk, base = work / "disk.raw", work / "base.raw"
+    disks, base = (work / "disk.raw", work / "data.raw"), (work / "base.raw", work / "base-data.raw")
 
-    def fresh(source: Path) -> None:
-        subprocess.run(["cp", "--sparse=always", source, disk], check=True)
+    def fresh(sources: Disks) -> None:
+        for source, disk in zip(sources, disks, strict=True):
+            subprocess.run(["cp", "--sparse=always", source, disk], check=True)
 
     if "first" in parts:
-        fresh(machine.disk)
-        with running(machine, disk, work) as vm:
+        fresh(machine.disks)
+        with running(machine, disks, work) as vm:
             first_boot(vm)
             vm.off()
-        disk.replace(base)
+        for disk, kept in zip(disks, base, strict=True):
+            disk.replace(kept)
     if {"reads", "hangs", "rollback"} & set(parts):
         fresh(base)
-        with running(machine, disk, work) as vm:
+        with running(machine, disks, work) as vm:
             vm.ready()
             if "reads" in parts:
                 reads(vm, machine)
@@ -446,10 +454,10 @@ def perform(machine: Machine, work: Path, parts: list[str], count: int, chance: 
                 falls_back(vm)
     if "cuts" in parts:
         fresh(base)
-        cuts(machine, disk, work, count, chance)
+        cuts(machine, disks, work, count, chance)
     if "control" in parts:
         fresh(base)
-        control(machine, disk, work)
+        control(machine, disks, work)
 
 
 if __name__ == "__main__":
