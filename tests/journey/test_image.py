@@ -132,4 +132,4 @@ def test_the_command_makes_the_same_archive_twice(wheel: Path, mirror: Mirror, t
         owners = {(one.uid, one.gid) for one in archive.getmembers()}
     assert owners == {(0, 0)}
     assert "opt/appliance/lib/python3.10/site-packages/onnxruntime/__init__.py" in names
-    assert any(name.startswith("var/lib/appliance/slots/") and name.endswith("manifest.json") for name in names)
+    assert any(name.startswith("usr/share/appliance/state/slots/") and name.endswith("manifest.json") for name in names)

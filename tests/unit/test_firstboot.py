@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from appliance.firstboot import PLAN, UNIT
+from appliance.firstboot import HELD, PLAN, UNIT
 
 pytestmark = pytest.mark.unit
 
 ALL = {
     "grow": True,
+    "fill": True,
     "power_mode": 2,
     "enrol": ["--url", "https://fleet.example.com"],
     "target": "orin-nano",
@@ -24,7 +25,8 @@ ALL = {
     "secrets": ["/etc/appliance/enrol.token"],
     "lock": True,
 }
-TOOLS = ("findmnt", "sfdisk", "partx", "resize2fs", "nvpmodel", "runuser", "systemctl", "passwd")
+HELD_FILES = ((f"{HELD}/journal.db", "who may order"), (f"{HELD}/slots/one/manifest.json", "{}"))
+TOOLS = ("findmnt", "sfdisk", "partx", "resize2fs", "chown", "nvpmodel", "runuser", "systemctl", "passwd")
 STAND_IN = """#!/bin/sh
 echo "$(basename $0) $*" >> $BOARD/calls
 if [ "$(wc -l < $BOARD/calls)" = "${CUT_AT:-0}" ]; then kill -9 $PPID; fi
@@ -52,7 +54,8 @@ class Board:
         (disk / "partition").write_text("15\n")
         (self.root / "sys/class/block").mkdir(parents=True)
         (self.root / "sys/class/block/nvme0n1p15").symlink_to(disk)
-        for path, text in ((PLAN, json.dumps(plan)), (UNIT, ""), ("etc/appliance/enrol.token", "secret")):
+        (self.root / "var/lib/appliance").mkdir(parents=True)
+        for path, text in ((PLAN, json.dumps(plan)), (UNIT, ""), *HELD_FILES, ("etc/appliance/enrol.token", "secret")):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             (self.root / path).write_text(text)
 
@@ -77,12 +80,15 @@ def test_a_first_boot_grows_sets_the_mode_enrols_compiles_locks_and_removes_itse
     assert (done.returncode, done.stderr) == (0, "")
     assert board.done
     bins = Path(sys.executable).parent
+    state = board.root / "var/lib/appliance"
     as_daemon = "runuser -u appliance -- env HOME=/var/cache/appliance"
     assert board.calls == [
         "findmnt -nro SOURCE --target /var/lib/appliance",
         "sfdisk --no-reread --no-tell-kernel -N 15 /dev/nvme0n1",
         "partx --update --nr 15 /dev/nvme0n1",
         "resize2fs /dev/nvme0n1p15",
+        f"chown -R appliance:appliance {state}/.journal.db.new",
+        f"chown -R appliance:appliance {state}/.slots.new",
         "nvpmodel -q",
         "nvpmodel -m 2",
         f"{as_daemon} {bins}/appliance enroll --url https://fleet.example.com",
@@ -92,7 +98,7 @@ def test_a_first_boot_grows_sets_the_mode_enrols_compiles_locks_and_removes_itse
     ]
 
 
-@pytest.mark.parametrize("cut_at", range(1, 11))
+@pytest.mark.parametrize("cut_at", range(1, 13))
 def test_cut_anywhere_the_next_boot_does_the_rest_and_nothing_that_was_done(tmp_path: Path, cut_at: int) -> None:
     board = Board(tmp_path, **ALL)
     assert board.boot(CUT_AT=str(cut_at)).returncode == -9
@@ -111,6 +117,17 @@ def test_cut_anywhere_the_next_boot_does_the_rest_and_nothing_that_was_done(tmp_
     at = next(number for number, words in enumerate(steps) if any(word in before[-1] for word in words))
     repeated = {number for number, words in enumerate(steps) if any(word in call for word in words for call in after)}
     assert repeated == set(range(at, len(steps)))
+    state = board.root / "var/lib/appliance"
+    assert sorted(path.name for path in state.iterdir()) == ["journal.db", "slots"]
+    assert (state / "slots/one/manifest.json").read_text() == "{}"
+
+
+def test_what_a_device_has_learned_is_not_replaced_by_what_its_image_held(tmp_path: Path) -> None:
+    board = Board(tmp_path, fill=True)
+    (board.root / "var/lib/appliance/journal.db").write_text("its own")
+    assert board.boot().returncode == 0
+    assert (board.root / "var/lib/appliance/journal.db").read_text() == "its own"
+    assert (board.root / "var/lib/appliance/slots/one/manifest.json").is_file()
 
 
 def test_a_fleet_that_cannot_be_reached_leaves_the_secret_for_the_next_try(

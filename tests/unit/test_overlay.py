@@ -49,6 +49,7 @@ PARTS = Parts(
     authority=b"PEM",
     ssh_keys=b"ssh-ed25519 AAAA\n",
 )
+MOUNT = "etc/systemd/system/var-lib-appliance.mount"
 NM = "etc/NetworkManager/system-connections/appliance.nmconnection"
 IMAGE = Image(
     config={"mqtt": {"host": "broker.example.com", "port": 8883}, "update": {"url": "https://updates.example.com/r"}},
@@ -132,6 +133,17 @@ def test_units_are_enabled_as_they_ask_and_the_first_boot_with_them() -> None:
     assert "appliance" in text(tree, "usr/lib/sysusers.d/appliance.conf")
     plan = json.loads(text(tree, "etc/appliance/firstboot.json"))
     assert (plan["power_mode"], plan["target"], plan["bundles"]) == (2, "orin-nano", ["/var/lib/appliance/slots/abc"])
+
+
+def test_the_state_may_lie_on_a_partition_of_its_own_that_is_mounted_before_anything_needs_it() -> None:
+    tree = overlay.overlay(replace(IMAGE, data="models-1"), PARTS)
+    assert "What=/dev/disk/by-partlabel/models-1\nWhere=/var/lib/appliance\n" in text(tree, MOUNT)
+    device = r"dev-disk-by\x2dpartlabel-models\x2d1.device"
+    assert f"BindsTo={device}\nAfter={device}\n" in text(tree, "etc/systemd/system/appliance-data.service")
+    assert not [path for path in tree if path.startswith("var/lib/appliance")], "the mount would hide it"
+    assert "usr/share/appliance/state/slots/abc/manifest.json" in tree
+    assert json.loads(text(tree, "etc/appliance/firstboot.json"))["fill"]
+    assert MOUNT not in overlay.overlay(IMAGE, PARTS)
 
 
 def test_the_devices_settings_are_those_asked_for_with_what_the_image_brought(tmp_path: Path) -> None:

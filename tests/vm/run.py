@@ -395,10 +395,8 @@ def control(machine: Machine, disks: Disks, work: Path) -> None:
         time.sleep(1)
     with running(machine, disks, work) as vm:
         vm.until(lambda: vm.attempt("true")["status"] == 0, "the machine is up again", _READY_S)
-        found = {
-            name: vm.attempt("cat", f"/var/lib/appliance/{name}")["out"].count("\n")
-            for name in ("synced", "not-synced")
-        }
+        texts = {name: vm.attempt("cat", f"/var/lib/appliance/{name}")["out"] for name in ("synced", "not-synced")}
+    found = {name: text.count("\n") for name, text in texts.items()}
     check(found["synced"] == _RECORDS, f"records that were synced were lost: {found}")
     check(found["not-synced"] < _RECORDS, f"records that were not synced survived, so the cuts show nothing: {found}")
     say("control: records that survive", of=_RECORDS, **found)
@@ -427,36 +425,34 @@ def main() -> int:
     return 0
 
 
+def copied(sources: Disks, disks: Disks) -> None:
+    """Make `disks` copies; holes stay holes."""
+    for source, disk in zip(sources, disks, strict=True):
+        subprocess.run(["cp", "--sparse=always", source, disk], check=True)
+
+
 def perform(machine: Machine, work: Path, parts: list[str], count: int, chance: random.Random) -> None:
     """The parts, each on a fresh copy of the disk as the first boot has left it."""
     disks, base = (work / "disk.raw", work / "data.raw"), (work / "base.raw", work / "base-data.raw")
 
-    def fresh(sources: Disks) -> None:
-        for source, disk in zip(sources, disks, strict=True):
-            subprocess.run(["cp", "--sparse=always", source, disk], check=True)
-
     if "first" in parts:
-        fresh(machine.disks)
+        copied(machine.disks, disks)
         with running(machine, disks, work) as vm:
             first_boot(vm)
             vm.off()
-        for disk, kept in zip(disks, base, strict=True):
-            disk.replace(kept)
-    if {"reads", "hangs", "rollback"} & set(parts):
-        fresh(base)
+        copied(disks, base)
+    live = {"reads": lambda vm: reads(vm, machine), "hangs": hangs, "rollback": falls_back}
+    if chosen := [part for name, part in live.items() if name in parts]:
+        copied(base, disks)
         with running(machine, disks, work) as vm:
             vm.ready()
-            if "reads" in parts:
-                reads(vm, machine)
-            if "hangs" in parts:
-                hangs(vm)
-            if "rollback" in parts:
-                falls_back(vm)
+            for part in chosen:
+                part(vm)
     if "cuts" in parts:
-        fresh(base)
+        copied(base, disks)
         cuts(machine, disks, work, count, chance)
     if "control" in parts:
-        fresh(base)
+        copied(base, disks)
         control(machine, disks, work)
 
 
