@@ -241,6 +241,7 @@ def _publish(work: Path) -> Path:
     shutil.rmtree(home, ignore_errors=True)
     shutil.rmtree(work / "keys", ignore_errors=True)
     keys = Keys([work / "keys"], lambda: b"only for this test")
+    (work / "bundles").mkdir(exist_ok=True)
     one, folder = Shape(), home / "work"
     repository = Repository(folder, keys, lambda: datetime.now(timezone.utc).replace(microsecond=0))
     trusted = repository.init({"root": one, "targets": one, "snapshot": one, "timestamp": one})
