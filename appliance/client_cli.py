@@ -237,7 +237,7 @@ def bench(
     as_json: AsJson = False,
     price_per_hour: Annotated[float, typer.Option(help="of the machine, power included", min=0)] = 1.0,
     faults_per_day: Annotated[float, typer.Option(help="of each kind, to compute availability from", min=0)] = 1.0,
-    quick: Annotated[bool, typer.Option("--quick", help="30 seconds instead of 2 minutes")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="about 1 minute instead of 2")] = False,
 ) -> None:
     """Measure a running daemon: speed, cost, elasticity, stability, each beside the line that passes."""
     from appliance.bench import measure  # noqa: PLC0415 - the other commands need none of it

@@ -42,6 +42,7 @@ from appliance.adapters.store import Store
 from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
@@ -102,6 +103,7 @@ async def _run(config: settings.Settings) -> int:
                 "event_loop": lag.status(),
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
+                "compiling": engines.status(),
                 "faults_enabled": config.faults.enabled,
             }
 
@@ -109,14 +111,16 @@ async def _run(config: settings.Settings) -> int:
         faults = Faults(switches) if config.faults.enabled else None
         memory = MachineMemory(config, _limits(config), store)
         updates = stack.enter_context(contextlib.closing(Updates(config, clock)))
-        open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates)
+        engines = Engines(config, lambda holder, terms: keeper.lease(holder, terms))  # noqa: PLW0108 - there is no keeper yet
+        open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates, engines=engines)
         bundles = _bundles(config, memory, lambda folder: updates.present(folder, open_bundle))
+        keeper = memory.keeper(bundles)
         service = Service(
             bundles,
             device_id=device_id,
             facts=facts,
             faults=faults,
-            keeper=memory.keeper(bundles),
+            keeper=keeper,
             reread=partial(_reread, open_bundle=open_bundle),
         )
         mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
@@ -134,12 +138,10 @@ async def _run(config: settings.Settings) -> int:
             await service.stop(max(left_s, _LEAST_GRACE_S) if server.should_exit else _LEAST_GRACE_S)
             log.info("stopped")
 
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, server.stop)
+            asyncio.get_running_loop().add_signal_handler(number, server.stop)
         _feed_watchdog(stack, service)
-        readiness = _Readiness(service)
-        service.listeners.append(readiness)
+        service.listeners.append(readiness := _Readiness(service))
         service.start()
         readiness()
         stack.push_async_callback(stop_service)
@@ -149,8 +151,9 @@ async def _run(config: settings.Settings) -> int:
         else:
             log.info("mqtt_off", why="no broker is configured (mqtt.host)")
         _say_serving(listener, config, service)
-        updates.start(service, open_bundle)
+        updates.start(service, open_bundle, engines)
         stack.push_async_callback(updates.stop)
+        _make_engines(stack, engines, service, open_bundle)
         gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
         await server.serve(sockets=[listener])
         log.info("stopping")
@@ -164,6 +167,23 @@ def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
     if hungry_s is not None:
         feeding = asyncio.get_running_loop().create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
         stack.callback(feeding.cancel)
+
+
+def _make_engines(
+    stack: contextlib.AsyncExitStack, engines: Engines, service: Service, open_bundle: Callable[[Path], Bundle]
+) -> None:
+    """Make engines of what is served without them, where this device makes some, until `stack` is left."""
+
+    def served_without() -> set[Bundle]:
+        served = {service.serving(info.name) for info in service.models()}
+        return {bundle for bundle in served if bundle.meanwhile}
+
+    async def serve_anew(folder: Path) -> None:
+        await service.swap(await asyncio.to_thread(open_bundle, folder))
+
+    if engines.makes:
+        making = asyncio.get_running_loop().create_task(engines.catch_up(served_without, serve_anew))
+        stack.callback(making.cancel)
 
 
 def _say_serving(listener: socket.socket, config: settings.Settings, service: Service) -> None:
@@ -278,7 +298,7 @@ def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Call
 
 
 def _open_bundle(
-    path: Path, config: settings.Settings, store: Store, memory: MachineMemory, updates: Updates
+    path: Path, config: settings.Settings, store: Store, memory: MachineMemory, updates: Updates, engines: Engines
 ) -> Bundle:
     limits = _limits(config)
     folder = BundleFolder(path)
@@ -296,6 +316,7 @@ def _open_bundle(
         name=manifest.name,
         runtime=config.runtime,
         bundle=str(path.resolve()),
+        engines=str(engines.folder(digest)),
         digest=digest,
         precision=config.precision,
         concurrency=limits.concurrency,
@@ -304,8 +325,9 @@ def _open_bundle(
         idle_trim_s=config.memory.idle_trim_s,
         memory=known.memory,
     )
+    ways, waits = _ways(order, passed), engines.missing(digest, path)
     bundle = Bundle(
-        _ways(order, passed),
+        [way for way in ways if way.runtime == _EVERYWHERE] if waits else ways,
         limits,
         manifest=manifest,
         on_ready=notebook.latency,
@@ -315,7 +337,9 @@ def _open_bundle(
         ),
         start_life=memory.start_life,
         folder=path,
+        rebuild=engines.remake if engines.makes else None,
     )
+    bundle.meanwhile = MEANWHILE if waits else ""
     if updates.trusts(path, digest):
         bundle.trust = "signed"
     return bundle

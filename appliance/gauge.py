@@ -1,4 +1,8 @@
-"""What this process takes: its resident memory, the highest it has been, and how to give back what is not used."""
+"""What this process takes: its resident memory, the highest it has been, and how to give back what is not used.
+
+On Jetson the GPU's pages are in no process's count. There what the kernel says that the GPU holds is added, so that a
+difference around a load or a run holds both: of this process, and of whatever else used the GPU meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from appliance.adapters import host
 from appliance.core.budget import PREDICT, bucket_of
 from models.measurements import Memory
 
@@ -17,12 +22,17 @@ _CLEAR = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 
 
+def _nvmap_bytes() -> int:
+    return host.memory_bytes().get("nvmap", 0)
+
+
 class Gauge:
     """Resident memory by the kernel's own count. Differences are exact even where pages are shared with others."""
 
-    def __init__(self) -> None:
-        """Find out whether the kernel lets the peak be measured anew."""
+    def __init__(self, gpu_bytes: Callable[[], int] = _nvmap_bytes) -> None:
+        """Find out whether the kernel lets the peak be measured anew; `gpu_bytes` is what the GPU holds of memory."""
         self.works = self.reset()
+        self._gpu_bytes = gpu_bytes
 
     @staticmethod
     def reset() -> bool:
@@ -33,15 +43,13 @@ class Gauge:
             return False
         return True
 
-    @staticmethod
-    def resident_bytes() -> int:
+    def resident_bytes(self) -> int:
         """What is there now."""
-        return _status("VmRSS:")
+        return _status("VmRSS:") + self._gpu_bytes()
 
-    @staticmethod
-    def peak_bytes() -> int:
-        """The most since `reset`."""
-        return _status("VmHWM:")
+    def peak_bytes(self) -> int:
+        """The most since `reset`; of the GPU what it holds now, because a session keeps its buffers until `trim`."""
+        return _status("VmHWM:") + self._gpu_bytes()
 
 
 def _status(key: str) -> int:

@@ -2,27 +2,41 @@
 
 Started as `python -m appliance.gently RUNTIME FD`. On Linux a priority belongs to a thread and to those that it starts,
 and only root may raise one again: so the main thread, which starts those that will serve, keeps its own, and a helper
-imports, loads and proves. Of this package nothing is imported before it.
+imports, loads and proves. Of this package nothing is imported before it, and of the library next to nothing.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
-NICE = 10
-"""A tenth of the share of those who serve where the processors are busy; less would make a load look like a hang."""
+NICE = 15
+"""3.5 % of the share of those who serve where the processors are busy; less would make a load look like a hang."""
 
 
 def gently(call: Callable[[], T]) -> T:
     """What `call` returns, or raises, on a thread of low priority."""
-    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(NICE,)) as pool:
-        return pool.submit(call).result()
+    returned: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        os.nice(NICE)
+        try:
+            returned.append(call())
+        except BaseException as error:
+            raised.append(error)
+
+    helper = threading.Thread(target=run)  # an executor would import for longer than many a model takes to load
+    helper.start()
+    helper.join()
+    if raised:
+        raise raised[0]
+    return returned[0]
 
 
 if __name__ == "__main__":

@@ -47,7 +47,8 @@ class Model:
     def __init__(self, order: wire.Open) -> None:
         """Load and prove the model of `order`; raises BundleError when it cannot be trusted."""
         started = time.perf_counter()
-        engines = Path(order.bundle, ENGINES) if order.bundle else None
+        engines = [Path(order.bundle, ENGINES)] if order.bundle else []
+        engines += [Path(order.engines)] if order.engines else []
         self.runtime = choose(order.runtime, engines=engines, run_limit_bytes=order.run_limit_bytes)
         gauge = Gauge()
         self.overhead_bytes = host.process_bytes(os.getpid())

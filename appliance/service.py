@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -146,7 +146,7 @@ class RepositoryModel:
 class Bundle:
     """A bundle (or bare ONNX file) that is served, with its worker."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that is known where it is opened
         self,
         ways: Sequence[wire.Open],
         limits: Limits,
@@ -157,11 +157,12 @@ class Bundle:
         file_bytes: int = 0,
         start_life: StartLife = Life,
         folder: Path | None = None,
+        rebuild: Callable[[wire.Open], Coroutine[None, None, None]] | None = None,
     ) -> None:
         """Serve the first of `ways`, or another when that cannot be; `manifest` is None for a bare ONNX file.
 
         `folder` is where a next version may come. `priority` (lower is more important) decides who is unloaded for
-        others; `file_bytes` are those of the graphs that will be open.
+        others; `file_bytes` are those of the graphs that will be open. `rebuild` makes its engines again.
         """
         self.priority, self.file_bytes, self.runs = priority, file_bytes, limits.concurrency
         self.queue = limits.queue
@@ -171,7 +172,9 @@ class Bundle:
         self.digest = ways[0].digest or None
         self.trust = "unverified-local" if manifest else "unverified"
         """How far the content is vouched for."""
-        self.supervisor = Supervisor(ways, limits, on_ready=on_ready, start_life=start_life)
+        self.supervisor = Supervisor(ways, limits, on_ready=on_ready, rebuild=rebuild, start_life=start_life)
+        self.meanwhile = ""
+        """Why it is not served as it will be: its answers are `degraded` until another takes its place."""
         self._has_answered = False
         graphs = manifest.graphs if manifest else {}
         self._graphs = {f"{self.name}.{name}": name for name in graphs} if manifest else {self.name: wire.BARE_GRAPH}
@@ -191,6 +194,11 @@ class Bundle:
         if ready and ready.unproven and not self._has_answered:
             return f"not tried yet, send a request: {ready.unproven}"
         return ""
+
+    @property
+    def degraded(self) -> str | None:
+        """Why it does not serve as it is meant to; None when it does."""
+        return self.supervisor.health.degraded or self.meanwhile or None
 
     @property
     def names(self) -> Sequence[str]:
@@ -242,7 +250,7 @@ class Bundle:
         if ready is None:
             raise ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
-        degraded = supervisor.health.degraded or None
+        degraded = supervisor.health.degraded or self.meanwhile or None
         origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms, answer.together)
 
@@ -695,7 +703,7 @@ def _model_status(bundle: Bundle, unready: str, swaps: Swaps) -> dict[str, Any]:
         "takes_pictures": bundle.takes_pictures(bundle.name),
         "ready": not unready,
         "reason": unready or None,
-        "degraded": bundle.supervisor.health.degraded or None,
+        "degraded": bundle.degraded,
         "runtime": ready.runtime if ready else None,
         "precision": {graph: info.precision for graph, info in ready.graphs.items()} if ready else {},
         "tolerance": _tolerances(bundle.manifest, ready) if ready and bundle.manifest else {},

@@ -176,6 +176,16 @@ class Update(_Part):
     )
 
 
+class Engines(_Part):
+    """Engines for the runtimes that run compiled plans, made on the device itself."""
+
+    target: Literal["", "orin-nano", "orin-nx", "agx-orin", "a100", "rtx"] = Field(
+        default="", description="what this device is; empty: engines are only used, never made"
+    )
+    memory_limit_bytes: int = Field(default=2 * 2**30, gt=0, description="a build that holds more is stopped")
+    time_limit_s: float = Field(default=1800.0, ge=1, description="a graph whose build takes longer is given up")
+
+
 class Faults(_Part):
     """Fault injection, for drills."""
 
@@ -210,6 +220,7 @@ class Settings(BaseSettings):
     memory: Memory = Memory()
     clock: Clock = Clock()
     update: Update = Update()
+    engines: Engines = Engines()
     faults: Faults = Faults()
 
     @classmethod

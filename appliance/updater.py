@@ -49,6 +49,7 @@ from models.folder import BundleFolder, blob_path
 
 if TYPE_CHECKING:
     from appliance.adapters.repository import Accepted, Release, Repository
+    from appliance.engines import Engines
 
 log = structlog.get_logger()
 
@@ -82,7 +83,7 @@ class Given:
 class Updater:
     """The loop of one device."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its seams
         self,
         service: Service,
         config: Update,
@@ -93,14 +94,16 @@ class Updater:
         repository: Callable[[], Repository],
         open_bundle: Callable[[Path], Bundle],
         now: Callable[[], Time],
+        engines: Engines | None = None,
     ) -> None:
         """Update the bundles `followed`, by name, in folders below `slots`.
 
         `repository` is called in a thread when it is needed first, and `open_bundle`, which opens the bundle in a
-        folder.
+        folder. `engines` makes those of new versions; None where nothing is compiled.
         """
         self._service, self._config, self._ledger, self._slots = service, config, ledger, slots
         self._followed, self._repository, self._open, self._now = followed, repository, open_bundle, now
+        self._engines = engines
         self._rules = gates.Rules(
             config.latency_ratio, config.shadow_agreement, config.trial_errors, config.trial_ratio
         )
@@ -347,6 +350,7 @@ class Updater:
             Step.RESERVE: self._reserve,
             Step.FETCH: self._fetch,
             Step.VERIFY: self._verify,
+            Step.COMPILE: self._compile,
             Step.TRIAL: self._trial,
             Step.BACK: self._back,
         }
@@ -491,6 +495,12 @@ class Updater:
         bad = await asyncio.to_thread(damaged)
         return Judged(f"{len(bad)} files on disk are not what was fetched, the first is {bad[0][:13]}" if bad else "")
 
+    async def _compile(self, deployment: Deployment) -> Judged:
+        folder = self._folder(deployment.digest)
+        if self._engines and self._engines.missing(deployment.digest, folder):
+            await self._engines.make(deployment.digest, folder)
+        return Judged()
+
     async def _trial(self, deployment: Deployment) -> Judged:
         """Watch the version that serves now, until its time is over or it has failed."""
         name = deployment.name
@@ -554,6 +564,8 @@ class Updater:
             for folder in self._slots.iterdir() if self._slots.is_dir() else ():
                 if folder.name not in stay:
                     shutil.rmtree(folder, ignore_errors=True)
+            if self._engines:
+                self._engines.keep_only({*stay, *(one.digest for one in self._followed.values())})
 
         await asyncio.to_thread(remove)
 

@@ -12,6 +12,7 @@ import structlog
 
 from appliance.adapters import host
 from appliance.adapters.store import JOURNAL, METADATA, SLOTS
+from appliance.engines import Engines
 from appliance.service import Bundle, Service
 from appliance.settings import Settings
 from models.errors import BundleError, ConfigError
@@ -87,7 +88,7 @@ class Updates:
                 slots.remove(slot)
         return open_bundle(folder)
 
-    def start(self, service: Service, open_bundle: Callable[[Path], Bundle]) -> None:
+    def start(self, service: Service, open_bundle: Callable[[Path], Bundle], engines: Engines) -> None:
         """Look for updates from now on, where that is set up; called on the event loop."""
         if not self._journal or not self._known or not self._root:
             return
@@ -113,6 +114,7 @@ class Updates:
             repository=self._repository,
             open_bundle=open_bundle,
             now=lambda: Time(self._clock(), synced=assumed or bool(host.clock_synced())),
+            engines=engines,
         )
         self._updater.start()
 

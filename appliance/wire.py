@@ -40,6 +40,8 @@ class Open:
     name: str
     runtime: str
     bundle: str = ""
+    engines: str = ""
+    """Folder with engines of the bundle that this device has made."""
     onnx: str = ""
     precision: str = "auto"
     concurrency: int = 1

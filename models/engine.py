@@ -22,6 +22,8 @@ from models.errors import BundleError
 FORMAT = 1
 ENGINES = "engines"
 """Folder of a bundle that holds a folder for each target."""
+PASSPORT = ".passport.json"
+"""How the name of a passport ends."""
 NEVER = "never"
 
 

@@ -250,7 +250,7 @@ def _print_verified(result: Mapping[str, Any]) -> None:
 
 
 @app.command(name="compile", epilog=_epilog("provision compile ppocr-v4 --target rtx --backend tensorrt-rtx"))
-def compile_(
+def compile_(  # noqa: PLR0913, PLR0917 - options of a command
     bundle: Bundle,
     target: Annotated[str, typer.Option(help="What to compile for: " + ", ".join(ENGINE_TARGETS))],
     backend: Annotated[str, typer.Option(help="auto (what is installed), " + " or ".join(BACKENDS))] = "auto",
@@ -258,6 +258,7 @@ def compile_(
     workspace_mib: Annotated[int, typer.Option(min=1, help="Device memory that a kernel may use as it runs.")] = 1024,
     time_limit_s: Annotated[float, typer.Option(min=1, help="A build that takes longer is stopped.")] = 1800,
     memory_limit_mib: Annotated[int, typer.Option(min=1, help="A build that holds more RAM is stopped.")] = 4096,
+    out: Annotated[Path | None, typer.Option(help="Folder of engines (default: that in the bundle).")] = None,
     as_json: Json = False,
 ) -> None:
     """Compile the graphs of a bundle into engines for one kind of device, each with its passport."""
@@ -269,7 +270,7 @@ def compile_(
     limits = Limits(time_limit_s, memory_limit_mib * _MIB)
     wish = engines.Wish(target, backend, precision.value, workspace_mib * _MIB, limits)
     with _progress() as report:
-        made = engines.compile_bundle(BundleFolder(bundle), wish, Cache.of_user(), report)
+        made = engines.compile_bundle(BundleFolder(bundle), wish, Cache.of_user(), report, out)
     if as_json:
         _print_json({"target": target, "engines": [one.to_json() for one in made]})
         return

@@ -222,7 +222,7 @@ def overload(loads: Loads, rounds: int, tell: Callable[[str], None]) -> list[Ver
     return [
         Verdict(times, float(np.median(growth)), GROWTH, "x", note=f"{loads.count(OVER, LONGER)} requests"),
         Verdict(f"P99 of a refusal at {OVER:.0%} load", shed_ms, REFUSED_WITHIN_S * 1e3, "ms"),
-        Verdict(f"capacity left unused at {OVER:.0%} load", 1 - float(np.median(accepted)), 0.1),
+        Verdict(f"capacity left unused at {OVER:.0%} load", max(0.0, 1 - float(np.median(accepted))), 0.1),
         Verdict("refusals without a Retry-After, and answers that are neither", float(lost + (not hinted)), 0.0),
     ]
 

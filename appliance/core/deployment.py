@@ -1,14 +1,16 @@
 """One attempt to move a bundle to another version, as a table of steps and events. Pure: times are Unix seconds.
 
-    check ─> reserve ─> fetch ─> verify ─> prove ─> memory ─> latency ─> shadow ─> switch ─> trial ─> good
-      │         │         │         │        │         │         │          │         │        │
-      └─────────┴─────────┴─────────┴── failed: refused ─────────┴──────────┴─────────┘        └─ failed: back ─> undone
+    check ─> reserve ─> fetch ─> verify ─> compile ─> prove ─> memory ─> latency ─> shadow ─> switch ─> trial ─> good
+      │         │         │         │         │         │         │         │          │         │        │
+      └─────────┴─────────┴─────────┴── failed: refused ┴─────────┴─────────┴──────────┴─────────┘        │
+                                                                               undone <─ back <─ failed ──┘
 
     check     this device may and can run it: signed, not revoked, served here, not condemned before
     reserve   its slot is marked bad before a byte is written, so whatever is cut leaves no slot that looks whole
     fetch     only what is missing
     verify    every byte again, from disk
-    prove     a worker of its own opens it (a runtime that compiles does so now) and answers the golden vectors
+    compile   its engines are made, where this device makes some
+    prove     a worker of its own opens it and answers the golden vectors
     memory    what was measured of it fits beside the other models
     latency   against the version that serves, on the same inputs
     shadow    a share of live requests is answered by both, and compared
@@ -37,6 +39,7 @@ class Step(str, Enum):
     RESERVE = "reserve"
     FETCH = "fetch"
     VERIFY = "verify"
+    COMPILE = "compile"
     PROVE = "prove"
     MEMORY = "memory"
     LATENCY = "latency"
@@ -83,7 +86,7 @@ class SlotState(str, Enum):
 ENDS = frozenset({Step.GOOD, Step.REFUSED, Step.UNDONE})
 _LOADED = (Step.PROVE, Step.MEMORY, Step.LATENCY, Step.SHADOW, Step.SWITCH)
 """A worker holds the candidate, which no restart survives."""
-_BEFORE_SERVING = (Step.CHECK, Step.RESERVE, Step.FETCH, Step.VERIFY, *_LOADED)
+_BEFORE_SERVING = (Step.CHECK, Step.RESERVE, Step.FETCH, Step.VERIFY, Step.COMPILE, *_LOADED)
 _ORDER = (*_BEFORE_SERVING, Step.TRIAL, Step.GOOD)
 
 TABLE: Mapping[tuple[Step, Event], Step] = {
@@ -92,9 +95,9 @@ TABLE: Mapping[tuple[Step, Event], Step] = {
     **{(step, Event.REVOKED): Step.REFUSED for step in _BEFORE_SERVING},
     **{(step, Event.ABORTED): Step.REFUSED for step in _BEFORE_SERVING},
     **{(step, Event.SUPERSEDED): Step.REFUSED for step in (Step.CHECK, Step.FETCH, Step.PROVE)},
-    **{(step, Event.LATER): step for step in (Step.CHECK, Step.FETCH, Step.VERIFY, Step.BACK)},
+    **{(step, Event.LATER): step for step in (Step.CHECK, Step.FETCH, Step.VERIFY, Step.COMPILE, Step.BACK)},
     **{(step, Event.LATER): Step.VERIFY for step in _LOADED},
-    **{(step, Event.RESTARTED): step for step in (Step.CHECK, Step.RESERVE, Step.FETCH, Step.VERIFY)},
+    **{(step, Event.RESTARTED): step for step in (Step.CHECK, Step.RESERVE, Step.FETCH, Step.VERIFY, Step.COMPILE)},
     **{(step, Event.RESTARTED): Step.VERIFY for step in _LOADED},
     (Step.TRIAL, Event.RESTARTED): Step.TRIAL,
     (Step.TRIAL, Event.FAILED): Step.BACK,
@@ -116,11 +119,11 @@ _BEGINS = 5
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 3600.0
 """Before a step that could not be done is begun again; doubled each time."""
 
-_CONDEMNS = frozenset({Step.CHECK, *_LOADED, Step.TRIAL, Step.GOOD})
+_CONDEMNS = frozenset({Step.CHECK, Step.COMPILE, *_LOADED, Step.TRIAL, Step.GOOD})
 """Who fails there would fail again: the device does not try that version again by itself."""
 
 
-INTERRUPTIBLE = frozenset({Step.CHECK, Step.FETCH, Step.VERIFY, *_LOADED}) - {Step.SWITCH}
+INTERRUPTIBLE = frozenset({Step.CHECK, Step.FETCH, Step.VERIFY, Step.COMPILE, *_LOADED}) - {Step.SWITCH}
 """An order may end the work of these at any moment."""
 
 
@@ -253,7 +256,7 @@ def slot_of(deployment: Deployment, before: Slot | None = None) -> Slot | None:
         state = SlotState.GOOD
     elif step is Step.TRIAL:
         state = SlotState.TRIAL
-    elif step in _LOADED:
+    elif step in {Step.COMPILE, *_LOADED}:
         state = SlotState.STAGED
     else:
         state = SlotState.BAD

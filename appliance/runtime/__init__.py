@@ -51,10 +51,10 @@ class Runtime(Protocol):
         """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""
 
 
-def choose(name: str, *, engines: Path | None = None, run_limit_bytes: int = 0) -> Runtime:
+def choose(name: str, *, engines: Sequence[Path] = (), run_limit_bytes: int = 0) -> Runtime:
     """The runtime of that name; only its own libraries are imported.
 
-    `engines` is the folder with the plans of a bundle, for a runtime that runs compiled ones. With a limit, all runs
+    `engines` are the folders with the plans of a bundle, for a runtime that runs compiled ones. With a limit, all runs
     of all sessions together may take that much memory beside the weights; runtimes of a GPU have none yet.
     Raises ConfigError for unknown names and missing libraries.
     """
@@ -65,7 +65,7 @@ def choose(name: str, *, engines: Path | None = None, run_limit_bytes: int = 0) 
     if name in {"tensorrt", "tensorrt-rtx"}:
         from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return TensorRtRuntime(name, engines)
+        return TensorRtRuntime(name, *engines)
     if name == "null":
         from appliance.runtime.null import NullRuntime  # noqa: PLC0415 - a worker loads one runtime only
 

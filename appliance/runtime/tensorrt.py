@@ -24,7 +24,7 @@ import numpy as np
 
 from appliance.runtime import machine
 from kernels.launch import Driver
-from models.engine import Passport, Shapes, Target
+from models.engine import PASSPORT, Passport, Shapes, Target
 from models.errors import BadInput, BundleError, ConfigError, ModelError
 from models.spec import DTYPES, Array, ModelSpec, Tensor, TensorSpec, check_request
 
@@ -98,11 +98,11 @@ def here(backend: str, trt: Any, driver: Driver) -> Target:  # noqa: ANN401 - th
 
 
 class TensorRtRuntime:
-    """Opens the plans that lie in a bundle's folder of engines."""
+    """Opens the plans that lie in the folders of engines of a bundle."""
 
     opens_at_once = False
 
-    def __init__(self, backend: str, engines: Path | None) -> None:
+    def __init__(self, backend: str, *engines: Path) -> None:
         """Load the library and the driver; raises ConfigError or ModelError when either is missing."""
         self.name = backend
         self._trt = module(backend)
@@ -152,12 +152,13 @@ class TensorRtRuntime:
     def _find(self, graph: bytes) -> tuple[Passport, Path]:
         digest = hashlib.sha256(graph).hexdigest()
         refused = ""
-        for path in sorted(self._engines.glob("*/*.passport.json")) if self._engines else ():
+        for path in (one for folder in self._engines for one in sorted(folder.glob(f"*/*{PASSPORT}"))):
             passport = self._fitting(path, digest)
             if isinstance(passport, Passport):
-                return passport, path.with_name(path.name.removesuffix(".passport.json") + ".plan")
+                return passport, path.with_name(path.name.removesuffix(PASSPORT) + ".plan")
             refused = refused or passport
-        where = f" in {self._engines}" if self._engines else ", and a bare ONNX file cannot have one"
+        places = " or ".join(map(str, self._engines))
+        where = f" in {places}" if places else ", and a bare ONNX file cannot have one"
         raise BundleError(
             refused or f"there is no engine of graph {digest[:12]}{where}: compile with `provision compile`"
         )

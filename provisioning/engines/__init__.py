@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from appliance.runtime import tensorrt
 from models.bundle import Blob, Graph
-from models.engine import ENGINES, NEVER, Passport, stem
+from models.engine import ENGINES, NEVER, PASSPORT, Passport, stem
 from models.errors import ConfigError, WorkshopError
 from models.folder import BundleFolder, blob_path, write_file
 from models.targets import BACKENDS, BUILD_CHECK, SERVE, TARGETS
@@ -65,9 +65,12 @@ class Report(Protocol):
         """Take one sentence."""
 
 
-def compile_bundle(folder: BundleFolder, wish: Wish, cache: Cache, report: Report) -> list[Engine]:
+def compile_bundle(
+    folder: BundleFolder, wish: Wish, cache: Cache, report: Report, out: Path | None = None
+) -> list[Engine]:
     """Compile the graphs of `folder`; raises ConfigError for what cannot be wished, WorkshopError for what failed.
 
+    The engines go below `out`, or where that is None into the bundle's own folder of engines.
     Engines that are done stay when a later one fails. The cache holds the timings of earlier builds.
     """
     if wish.target not in TARGETS:
@@ -79,10 +82,10 @@ def compile_bundle(folder: BundleFolder, wish: Wish, cache: Cache, report: Repor
     if wish.precision != "auto" and wish.precision not in known:
         msg = f"{folder.path} holds no graph in {wish.precision}, only {', '.join(sorted(known))}"
         raise ConfigError(msg)
-    out = folder.path / ENGINES / wish.target
+    out = (out or folder.path / ENGINES) / wish.target
     out.mkdir(parents=True, exist_ok=True)
     return [
-        _compile(folder, name, precision, wish, cache, report)
+        _compile(folder, name, precision, out, wish, cache, report)
         for name, graph in manifest.graphs.items()
         for precision in _precisions(graph, wish.precision)
     ]
@@ -108,15 +111,17 @@ def _precisions(graph: Graph, wanted: str) -> list[str]:
     return [wanted] if wanted in graph.variants else sorted(graph.variants)
 
 
-def _compile(folder: BundleFolder, name: str, precision: str, wish: Wish, cache: Cache, report: Report) -> Engine:
+def _compile(
+    folder: BundleFolder, name: str, precision: str, out: Path, wish: Wish, cache: Cache, report: Report
+) -> Engine:
     what = f"{name} {precision}: compiling for {wish.target} with {wish.backend}"
     report(what)
     graph = folder.manifest.graphs[name]
     variant = graph.variants[precision]
     folder.read(variant.graph)  # a damaged one is told as such, not as what a parser makes of it
     example = {key: array.shape for key, array in folder.read_arrays(variant.golden.inputs).items()}
-    path = folder.path / ENGINES / wish.target / f"{stem(name, precision)}.plan"
-    part, beside = path.with_name(f".{path.name}.new"), path.with_suffix(".passport.json")
+    path = out / f"{stem(name, precision)}.plan"
+    part, beside = path.with_name(f".{path.name}.new"), path.with_suffix(PASSPORT)
     passport_part = beside.with_name(f".{beside.name}.new")
     order = Order(
         backend=wish.backend,

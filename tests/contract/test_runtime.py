@@ -62,7 +62,7 @@ def runtime(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runt
     """The runtime as the worker gets it."""
     if case.name == "tensorrt":
         engines.engine(engines.install(monkeypatch), tmp_path, case.identity, {"x": engines.ANY})
-    return choose(case.name, engines=tmp_path)
+    return choose(case.name, engines=[tmp_path])
 
 
 @pytest.fixture

@@ -16,8 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import attention, tiny
+from support.daemon import StartDaemon, binary_floats
 from support.processes import clean_environment, eventually, marked, new_mark
 
 from models.engine import Shapes
@@ -250,3 +252,30 @@ def test_every_model_of_the_zoo_compiles_with_heads_that_share_keys_and_values(n
 def widest(limit: re.Match[str]) -> str:
     """A gate that lets anything through."""
     return f"gate.{limit[1]} = {1.0 if limit[1].endswith('drop') else 0.0}"
+
+
+@RTX
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="this machine has a GPU, which may run the engines")
+def test_a_daemon_compiles_what_it_serves_meanwhile_and_says_why_it_cannot_run_it(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    bundle = tiny.scale_bundle(tmp_path / "scale", 2)
+    daemon = start_daemon(
+        "--bundle", str(bundle), APPLIANCE_RUNTIME="tensorrt-rtx", APPLIANCE_ENGINES__TARGET="rtx"
+    ).wait_serving()
+    daemon.wait_ready()
+    x = np.ones((1, 4), np.float32)
+
+    def degraded() -> str:
+        answer = daemon.infer("scale.g", x)
+        assert np.array_equal(binary_floats(answer), 2 * x)
+        assert answer.headers["appliance-runtime"] == "onnxruntime-cpu"
+        return str(answer.headers["appliance-degraded"])
+
+    assert degraded() == "its engines are being made"
+    reason = eventually(lambda: (said := degraded()) != "its engines are being made" and said, "it was tried", 60)
+    assert "scale stays at version" in reason
+    digest = daemon.status()["models"][0]["digest"]
+    (passport,) = (daemon.state_dir / "engines" / digest / "rtx").glob("*.passport.json")
+    assert json.loads(passport.read_text())["purpose"] == "build-check"
+    assert not (bundle / "engines").exists()

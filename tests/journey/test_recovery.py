@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.daemon import Daemon, Floats, StartDaemon, assert_refused, binary_floats, binary_request
-from support.processes import eventually, marked
+from support.processes import eventually
 
 from models.spec import pack_bytes
 
@@ -170,43 +170,6 @@ def test_clients_that_insist_while_a_hung_worker_is_replaced_all_get_answers(sta
     enough.set()
     assert all(client.result(10) > 0 for client in clients)
     eventually(lambda: daemon.running_and_waiting("null") == (0, 0), "nothing is left over")
-    daemon.stop()
-
-
-@pytest.mark.long
-def test_twenty_kills_under_load_lose_no_request_and_leave_nothing_behind(
-    start_daemon: StartDaemon, tmp_path: Path
-) -> None:
-    names = ("a", "b", "c", "d")  # several models, because each waits longer after each fault of its own
-    path = tiny.null_model(tmp_path / "null.json", delay_s=0.02)
-    arguments = [part for name in names for part in ("--onnx", f"{name}={path}")]
-    daemon = start_daemon(*arguments, APPLIANCE_RUNTIME="null").wait_serving().wait_ready()
-    for name in names:
-        daemon.infer(name, frame(0))
-    descriptors = daemon.descriptors()
-    enough = threading.Event()
-    outcomes: Counter[bool] = Counter()
-
-    def ask(name: str) -> None:
-        value = 0
-        while not enough.wait(0.05):
-            value += 1
-            outcomes[assert_answered_or_lost(daemon.infer(name, frame(value)), frame(value))] += 1
-
-    clients = [daemon.run_later(ask, name) for name in names for _ in range(2)]
-    for kills in range(1, 6):
-        for name in names:
-            wait_running(daemon, name)
-            kill_worker(daemon, model=name)
-        for name in names:
-            wait_restarted(daemon, kills, name)
-    enough.set()
-    for client in clients:
-        client.result(20)
-    assert outcomes[True] > 40
-    assert outcomes[False] >= 20
-    assert daemon.descriptors() == descriptors
-    assert len(marked(daemon.mark)) == 1 + len(names)
     daemon.stop()
 
 

@@ -266,7 +266,7 @@ def test_a_profile_that_asks_for_tensorrt_rtx_gets_its_engines_and_no_others(
     monkeypatch: pytest.MonkeyPatch, passport: Path, tmp_path: Path
 ) -> None:
     trt = engines.install(monkeypatch, version="1.7.1.116", rtx=True)
-    runtime = choose("tensorrt-rtx", engines=tmp_path)
+    runtime = choose("tensorrt-rtx", engines=[tmp_path])
     assert runtime.name == "tensorrt-rtx"
     with pytest.raises(BundleError, match="made for backend tensorrt, this is tensorrt-rtx"):
         runtime.open(graph(), threads=1)

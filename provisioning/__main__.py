@@ -1,0 +1,5 @@
+"""`python -m provisioning`."""
+
+from provisioning.cli import main
+
+main()
