@@ -46,10 +46,6 @@ class Plan:
     """Compile the daemon's modules."""
     enrol: tuple[str, ...] = ()
     """Arguments of `appliance enroll`."""
-    target: str = ""
-    """Compile engines for it."""
-    bundles: tuple[str, ...] = ()
-    """Folders to compile."""
     secrets: tuple[str, ...] = ()
     """Files that the enrolment needed, and nobody after it."""
     lock: bool = False
@@ -82,9 +78,6 @@ class FirstBoot:
         notify("READY=1")
         if plan.enrol:
             failed |= not self._step("enrolling", self._enrol, enrol=())
-        if plan.target:
-            self._step("compiling engines, while the CPU serves", self._compile_engines)
-            self._strike(target="", bundles=())  # what could not be compiled here will not be at the next try
         if failed:
             return 1
         if plan.lock or plan.secrets:
@@ -143,23 +136,15 @@ class FirstBoot:
         _tool(f"{_BIN}/python", "-c", f"import {_MODULES}")
 
     def _enrol(self) -> None:
-        _as_appliance(f"{_BIN}/appliance", "enroll", *self._plan.enrol)
-
-    def _compile_engines(self) -> None:
-        for bundle in self._plan.bundles:
-            _as_appliance(f"{_BIN}/provision", "compile", bundle, "--target", self._plan.target)
-        _tool("systemctl", "--no-block", "try-restart", "appliance.service")
+        """As the daemon's user, whose key and certificate these become."""
+        command = ("env", "HOME=/var/cache/appliance", f"{_BIN}/appliance", "enroll", *self._plan.enrol)
+        _tool("runuser", "-u", "appliance", "--", *command)
 
     def _lock(self) -> None:
         for secret in self._plan.secrets:
             (self._root / secret.lstrip("/")).unlink(missing_ok=True)
         if self._plan.lock:
             _tool("passwd", "--lock", "root")
-
-
-def _as_appliance(*command: str) -> None:
-    """Run a command as the daemon's user: what it writes is the daemon's."""
-    _tool("runuser", "-u", "appliance", "--", "env", "HOME=/var/cache/appliance", *command)
 
 
 def _tool(*command: str, given: str = "") -> str:

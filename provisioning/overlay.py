@@ -70,8 +70,6 @@ class FirstBoot:
     """Of nvpmodel."""
     enrol: tuple[str, ...] = ()
     """Arguments of `appliance enroll`."""
-    target: str = ""
-    """What engines are compiled for, as in `provision compile`."""
     secrets: tuple[str, ...] = ()
     """Files on the device that nobody needs after enrolment."""
     lock: bool = True
@@ -279,8 +277,6 @@ def _config(image: Image, parts: Parts) -> str:
 def _first_boot(image: Image, parts: Parts) -> str:
     plan = schema.dump(image.first_boot) | {"grow": image.first_boot.grow, "lock": image.first_boot.lock}
     plan |= {"fill": bool(parts.state), "bytecode": True}
-    if image.first_boot.target:
-        plan["bundles"] = [f"/{STATE}/slots/{digest}" for digest in parts.digests]
     return json.dumps(plan, indent=1, sort_keys=True)
 
 

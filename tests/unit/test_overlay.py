@@ -53,7 +53,7 @@ MOUNT = "etc/systemd/system/var-lib-appliance.mount"
 NM = "etc/NetworkManager/system-connections/appliance.nmconnection"
 IMAGE = Image(
     config={"mqtt": {"host": "broker.example.com", "port": 8883}, "update": {"url": "https://updates.example.com/r"}},
-    first_boot=FirstBoot(power_mode=2, target="orin-nano"),
+    first_boot=FirstBoot(power_mode=2),
 )
 
 
@@ -132,7 +132,7 @@ def test_units_are_enabled_as_they_ask_and_the_first_boot_with_them() -> None:
     }
     assert "appliance" in text(tree, "usr/lib/sysusers.d/appliance.conf")
     plan = json.loads(text(tree, "etc/appliance/firstboot.json"))
-    assert (plan["power_mode"], plan["target"], plan["bundles"]) == (2, "orin-nano", ["/var/lib/appliance/slots/abc"])
+    assert (plan["power_mode"], plan["grow"], plan["lock"], plan["bytecode"]) == (2, True, True, True)
 
 
 def test_the_state_may_lie_on_a_partition_of_its_own_that_is_mounted_before_anything_needs_it() -> None:
