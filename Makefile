@@ -78,9 +78,9 @@ clean:
 	@touch $@
 
 .venv/.qemu: | .venv/.pip
-	@command -v qemu-system-aarch64 mmdebstrap cpio depmod >/dev/null || { echo "Installing the emulator" && \
+	@command -v qemu-system-aarch64 mmdebstrap sfdisk cpio depmod >/dev/null || { echo "Installing the emulator" && \
 	  apt-get update -qq && apt-get install -y -qq --no-install-recommends \
-	  qemu-system-arm mmdebstrap arch-test kmod cpio ipxe-qemu- >/dev/null; }
+	  qemu-system-arm mmdebstrap arch-test fdisk kmod cpio ipxe-qemu- >/dev/null; }
 	@touch $@
 
 .demo/ppocr-v4/manifest.json: | .venv/.demo
