@@ -43,7 +43,7 @@ class Device:
         self.journal = Journal(path)
         self.service = Service([], device_id="d1", facts=dict)
         known = {ANN.public_key.keyid: Commander(ANN.public_key.keyval["public"], "ann")}
-        self.service.inbox = Inbox(self.journal, lambda: known, lambda: floor)
+        self.service.inbox = Inbox(lambda: self.journal, lambda: known, lambda: floor)
         self.service.orders["update"] = self.update
 
     def update(self, order: Command) -> dict[str, Any]:
