@@ -16,6 +16,8 @@ from enum import Enum
 from appliance.core.clock import RELEASED_AT
 
 FIRST_RETRY_S, LEAST_RETRY_S = 1.0, 0.1
+_ONE = 1 - 1e-6
+"""Less than one token by rounding is one."""
 _TOPIC_BYTES = 64
 """What a publication takes besides its payload, about."""
 
@@ -135,7 +137,7 @@ class Outbox:
             if publication.number in self._in_flight:
                 continue
             if publication.kind is Kind.TELEMETRY:
-                if self._tokens < 1:
+                if self._tokens < _ONE:
                     break
                 self._tokens -= 1
             taken.append(publication)
