@@ -23,7 +23,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.subscribeoptions import SubscribeOptions
 from typing_extensions import Self
 
-from support.processes import clean_environment, end_marked, eventually, free_port, new_mark
+from support.processes import clean_environment, end_marked, eventually, free_port, listens, new_mark
 
 MOSQUITTO = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/local/sbin:/usr/sbin:/sbin")
 
@@ -86,8 +86,7 @@ class Mosquitto:
     def _listens(self) -> bool:
         assert self._process
         assert self._process.poll() is None, self.log
-        with socket.socket() as sock:
-            return sock.connect_ex(("127.0.0.1", self.port)) == 0
+        return listens(self.port)
 
 
 class Wire:
@@ -223,16 +222,29 @@ class Listener:
         client.subscribe("#", options=SubscribeOptions(qos=1))
 
     def publish(
-        self, topic: str, payload: object, *, retain: bool = False, reply_to: str = "", correlation: bytes | None = None
-    ) -> None:
-        """Send bytes as they are, anything else as JSON, and wait for the broker to have it."""
+        self,
+        topic: str,
+        payload: object,
+        *,
+        retain: bool = False,
+        reply_to: str = "",
+        correlation: bytes | None = None,
+        session: str = "",
+        wait: bool = True,
+    ) -> paho.MQTTMessageInfo:
+        """Send bytes as they are, anything else as JSON, and wait for the broker to have it unless told otherwise."""
         properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call] # paho leaves it untyped
         if reply_to:
             properties.ResponseTopic = reply_to
         if correlation is not None:
             properties.CorrelationData = correlation
+        if session:
+            properties.UserProperty = ("session", session)
         content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self._client.publish(topic, content, qos=1, retain=retain, properties=properties).wait_for_publish(10)
+        sent = self._client.publish(topic, content, qos=1, retain=retain, properties=properties)
+        if wait:
+            sent.wait_for_publish(10)
+        return sent
 
     def on(self, topic: str) -> list[Message]:
         """What was heard on one topic."""
