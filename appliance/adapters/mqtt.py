@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_CONNECT_S, _CONNACK_WAIT_S = 10.0, 10.0
-_GOODBYE_S = 2.0
+_CONNACK_WAIT_S = 10.0
+_GOODBYE_S, _MOST_GOODBYE_S = 2.0, 5.0
 _POLL_S = 1.0
 _MOST_ORDERS = 32
 """That the broker may deliver before the first is acknowledged: what memory orders may take is this many packets."""
@@ -215,9 +215,10 @@ class Mqtt:
             task.cancel()
         self._stopping.set()
         self._wake()
-        await asyncio.to_thread(self._thread.join)
-        os.close(self._wake_fd)
-        self._wake_fd = -1
+        await asyncio.to_thread(self._thread.join, _MOST_GOODBYE_S)
+        if not self._thread.is_alive():  # it may hang in a TLS handshake, and ends with the process then
+            os.close(self._wake_fd)
+            self._wake_fd = -1
 
     def configure(self, config: Settings) -> None:
         """Make telemetry as often as `config` says from now on."""
@@ -365,7 +366,6 @@ class Mqtt:
             protocol=paho.MQTTv5,
             manual_ack=True,
         )
-        client.connect_timeout = _CONNECT_S
         client.max_inflight_messages_set(0)  # the outbox says how many
         if self._broker.username:
             client.username_pw_set(self._broker.username, self._broker.password)
