@@ -99,6 +99,22 @@ def test_orders_that_came_while_a_device_was_away_are_all_answered_when_it_is_ba
         broker.close()
 
 
+def test_garbage_that_a_broker_retains_is_refused_at_each_start_and_harms_nobody(
+    start_null: StartDaemon, broker: Mosquitto
+) -> None:
+    with Listener(broker.start().port) as listener:
+        listener.publish(CMD, bytes(2**20), retain=True)
+        for number in range(2):
+            daemon = connect(start_null, broker.address)
+            eventually(lambda: listener.on(RESULT), "it is refused", 20)
+            assert listener.on(RESULT)[-1].document["status"] == "refused"
+            listener.publish(CMD, order(f"good {number}"))
+            listener.wait_for(RESULT, id=f"good {number}", status="done")
+            listener.heard.clear()
+            serves(daemon)
+            daemon.stop()
+
+
 def test_a_broker_that_hangs_up_after_it_has_accepted_is_tried_again_but_not_in_a_hurry(
     start_null: StartDaemon,
 ) -> None:
