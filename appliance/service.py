@@ -534,6 +534,9 @@ class Service:
             result = await self.execute(order)
             if result.status != "unknown":
                 await inbox.done(order, signer, result)
+        except OSError as error:
+            reason = f"it was carried out, and what came of it cannot be written down ({error}): look at the state"
+            return CommandResult(order.id, "unknown", reason)
         finally:
             self._carried_out = ""
         return result

@@ -117,7 +117,7 @@ class _Link:
         self.state_in_flight: int | None = None
 
     def on_connect(
-        self, _client: paho.Client, _userdata: object, _flags: object, reason: ReasonCode, properties: Properties
+        self, _client: paho.Client, _userdata: object, _flags: object, reason: ReasonCode, properties: Properties | None
     ) -> None:
         """Connected, or refused."""
         if reason.is_failure:
@@ -211,6 +211,7 @@ class Mqtt:
 
     async def stop(self) -> None:
         """Say goodbye (a clean stop is not left to the will) and end the thread."""
+        self._service.listeners.remove(self._tell)
         for task in self._tasks:
             task.cancel()
         self._stopping.set()
@@ -302,7 +303,7 @@ class Mqtt:
         return bool(topic) and not set(topic) & set("+#$") and topic.count("/") < _MOST_LEVELS and not misleading
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it was stopped: nobody is there to be woken
+        with contextlib.suppress(OSError, ValueError):  # it was stopped: nobody is there to be woken
             os.eventfd_write(self._wake_fd, 1)
 
     # In the thread that owns the connection

@@ -210,10 +210,10 @@ class Spool:
     def _read(self, path: Path) -> tuple[sqlite3.Connection, list[Publication]]:
         database = sqlite3.connect(path, check_same_thread=False)
         try:
+            database.executescript(_SCHEMA)
             (state,) = database.execute("PRAGMA quick_check").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
-            database.executescript(_SCHEMA)
             self._notes = dict(database.execute("SELECT name, value FROM notes"))
             return database, [Publication(row[0], Kind(row[1]), *row[2:]) for row in database.execute(_ENTRIES)]
         except (sqlite3.Error, ValueError, TypeError):

@@ -14,7 +14,7 @@ import pytest
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
-from appliance.adapters.journal import Journal
+from appliance.adapters.journal import Entry, Journal
 from appliance.core.command import Command, CommandResult
 from appliance.inbox import Inbox
 from appliance.service import Service
@@ -171,6 +171,23 @@ def test_an_order_that_cannot_be_written_down_is_not_carried_out(
     monkeypatch.setattr(device.journal, "keep_order", full)
     answer = device.take(signed())
     assert (answer.status, device.done) == ("failed", [])
+
+
+def test_an_order_whose_end_cannot_be_written_down_is_unknown_from_the_start(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = device.journal.keep_order
+
+    async def full_later(entry: Entry) -> None:
+        if entry.result:
+            raise OSError(28, "No space left on device")
+        await keep(entry)
+
+    monkeypatch.setattr(device.journal, "keep_order", full_later)
+    first = device.take(signed())
+    assert (first.status, "was carried out" in first.reason, device.done) == ("unknown", True, ["1"])
+    assert device.take(signed()).status == "unknown"
+    assert device.done == ["1"]
 
 
 def test_without_updates_set_up_there_is_nobody_whose_order_counts() -> None:

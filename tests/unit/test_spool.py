@@ -71,9 +71,9 @@ def test_what_the_broker_has_acknowledged_is_gone_after_a_restart(path: Path) ->
 def test_with_a_broker_that_answers_the_disk_is_left_alone(path: Path) -> None:
     with opened(path) as spool:
         eventually(lambda: spool.status()["commits"] == 1, "the number of this start is written", 20)
-        for _ in range(100):
+        for second in range(100):
             put(spool, b"figures", Kind.TELEMETRY)
-            for one in spool.take(0.0, WIDE):
+            for one in spool.take(float(second), WIDE):
                 spool.settled(one.number)
         put(spool, b"kept")
         eventually(lambda: spool.status()["commits"] == 2, "what waits is written", 20)
@@ -88,7 +88,7 @@ def test_many_changes_are_one_write(path: Path) -> None:
             put(spool, b"x" * 100)
         put(spool, b"last", safe=written)
         assert written.wait(20)
-        assert spool.status()["commits"] <= 2
+        assert spool.status()["commits"] <= 3
 
 
 def test_whoever_waits_is_told_when_the_broker_has_it_or_the_disk(path: Path) -> None:
