@@ -46,6 +46,7 @@ def serves(daemon: Daemon) -> None:
     assert np.array_equal(binary_floats(daemon.infer("null", ONE)), ONE)
 
 
+@pytest.mark.long
 def test_figures_of_an_outage_arrive_after_a_power_cut_and_in_order(start_null: StartDaemon, broker: Mosquitto) -> None:
     daemon = connect(start_null, broker.start().address, TELEMETRY_S="0.5")
     eventually(lambda: connected(daemon), "it is connected", 20)
