@@ -17,6 +17,7 @@ import typer
 from rich.table import Table
 
 from appliance import __version__, console, token_cli
+from models.answers import items
 from models.errors import ApplianceError
 
 app = typer.Typer(
@@ -77,11 +78,13 @@ def infer(
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
-    table = Table("text", "confidence", "at", box=None)
-    for line in answer.get("lines", []):
-        table.add_row(line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
+    kind = "class" if "classes" in answer else "object" if "objects" in answer else "text"
+    table = Table(kind, "confidence", "at", box=None)
+    for item in items(answer):
+        at = "{:.0f},{:.0f}".format(*item["box"][0]) if "box" in item else ""
+        table.add_row(item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
     screen = console.plain()
-    screen.print(table if table.row_count else "no text found")
+    screen.print(table if table.row_count else f"no {kind} found")
     screen.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
         f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",
