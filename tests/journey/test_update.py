@@ -128,7 +128,7 @@ def test_a_published_version_is_fetched_proven_and_serves_and_the_next_start_ser
     assert seen["1.0.0"] > 10
     assert (done["step"], done["digest"], done["committed"]) == ("good", digest, True), done
     steps = " ".join(verdict["step"] for verdict in done["verdicts"])
-    assert steps == "check reserve fetch verify prove memory latency shadow switch trial"
+    assert steps == "check reserve fetch verify compile prove memory latency shadow switch trial"
     figures = {verdict["step"]: verdict["figures"] for verdict in done["verdicts"]}
     assert figures["shadow"] == {"compared": 5.0, "agreement": 1.0}
     assert figures["trial"]["requests"] > 10

@@ -31,6 +31,7 @@ from appliance.adapters.store import Store
 from appliance.core.budget import Admission
 from appliance.core.deployment import SlotState, to_serve
 from appliance.core.limits import Limits
+from appliance.engines import Engines
 from appliance.memory import Standing
 from appliance.model import prove
 from appliance.runtime.null import NullRuntime
@@ -191,7 +192,7 @@ async def _recover(config: Settings, fetcher: FromFolder | None) -> Recovered:
             )
             service.start()
             (first,) = _serving(service)
-            updates.start(service, open_bundle)
+            updates.start(service, open_bundle, Engines(config, lambda *_asked: contextlib.nullcontext()))
             fault = await _ended(updates)
             await updates.stop()
             (last,) = _serving(service)
