@@ -41,8 +41,8 @@ ENDS = {"good", "refused", "undone"}
 DAEMONS = int(os.environ.get("POWER_CUT_DAEMONS", "20"))
 KILLS = int(os.environ.get("POWER_CUT_KILLS", "200"))
 SEED = 6
-AFTER_A_MISSING_SYNC = 40
-"""Events that are looked at, all; then only those after which something was promised."""
+AFTER_THE_FIRST, AFTER_EACH = 40, 12
+"""Events after a sync that is left out at which the power is cut; and after each at which something is promised."""
 NOT_NEEDED = {
     "write_file for write_measurements": "what is lost is measured again",
     "write_file for keep_overhead_bytes": "what is lost is measured again",
@@ -59,7 +59,7 @@ class Promised:
     name: str = ""
     journals: frozenset[str] = frozenset()
     """One of these; none means that nothing was promised."""
-    accepted: int = 0
+    accepted: tuple[int, int] = (0, 0)
     fetched: frozenset[str] = frozenset()
 
 
@@ -86,35 +86,35 @@ class Matrix:
         self.sites = sites(recording.events)
         self.promised = list(_promises(recording.events))
         self.images: dict[bytes, Image] = {}
+        """Of the recording as it is, without any sync left out."""
         self.recovered: dict[bytes, Recovered] = {}
 
     def cut(self, *, without: str = "", first_fault: bool = False) -> list[str]:
-        """Cut everywhere; what was wrong. A sync at the site `without` has no effect, and less is looked at."""
-        disk, found, left = Disk(), list[str](), AFTER_A_MISSING_SYNC if without else len(self.sites)
+        """Cut everywhere; what was wrong. A sync at the site `without` has no effect; then it is cut around those."""
+        disk, found, left = Disk(), list[str](), 0 if without else len(self.sites)
         missing, known = not without, None
         for number, (event, site, promised) in enumerate(
             zip(self.recording.events, self.sites, self.promised, strict=True)
         ):
             ignored = bool(without) and site == without
             disk.do(event, ignore_sync=ignored)
-            missing = missing or ignored
+            if ignored:
+                missing, left = True, AFTER_EACH if missing else AFTER_THE_FIRST
             news, known = promised is not known, promised
             if not missing or not (news or (event.kind != "X" and left > 0)):
                 continue
             left -= 1
             for image in disk.after_cut():
-                wrong = self._wrong(image, promised)
+                key = name_of(image)
+                if key not in self.recovered:
+                    self.recovered[key] = self._switch_on(image)
+                if not without:
+                    self.images[key] = image
+                wrong = _wrong(self.recovered[key], promised, self.recording.digests)
                 found += [f"after event {number} ({event.kind} {event.text}): {one}" for one in wrong]
                 if found and first_fault:
                     return found
         return found
-
-    def _wrong(self, image: Image, promised: Promised) -> list[str]:
-        key = name_of(image)
-        if key not in self.recovered:
-            self.images[key] = image
-            self.recovered[key] = self._switch_on(image)
-        return list(_wrong(self.recovered[key], promised, self.recording.digests))
 
     def _switch_on(self, image: Image) -> Recovered:
         where = lay_down(image, self._folder / "disk")
@@ -138,7 +138,8 @@ def _promises(recorded: Sequence[Event]) -> Iterator[Promised]:
         elif word == "named":
             promised = replace(promised, name=what)
         elif word == "accepted":
-            promised = replace(promised, accepted=int(what))
+            timestamp, root = map(int, what.split())
+            promised = replace(promised, accepted=(timestamp, root))
         elif word == "fetched":
             promised = replace(promised, fetched=promised.fetched | {f"{what}.zst"})
         yield promised
@@ -161,8 +162,8 @@ def _wrong(found: Recovered, promised: Promised, digests: tuple[str, str]) -> It
         yield f"its name was {promised.name} and is {found.name}"
     if promised.journals and found.journal not in promised.journals:
         yield "its journal is not what was written"
-    if found.accepted < promised.accepted:
-        yield f"it had accepted timestamp {promised.accepted} and knows of {found.accepted}"
+    if any(knows < knew for knows, knew in zip(found.accepted, promised.accepted, strict=True)):
+        yield f"it had accepted timestamp and root {promised.accepted} and knows of {found.accepted}"
     if again := found.asked & promised.fetched:
         yield f"{len(again)} blobs were fetched twice"
 
@@ -206,7 +207,7 @@ def _record(folder: Path, mirror: Mirror, bundle: Path) -> Path:
     ) as daemon:
         daemon.state_dir = disk / "state"
         eventually(lambda: _step(daemon) == "good", "the new version serves", 60)
-        mirror.repository.refresh()
+        mirror.repository.rotate_key("snapshot", "snapshot-1")  # there is a second root by then, too
         assert _order(daemon, "rollback")["status"] == "done"
         eventually(lambda: _step(daemon) == "undone", "the version before serves", 60)
         eventually(lambda: not daemon.status()["update"]["looking"], "it has looked again", 60)

@@ -122,8 +122,8 @@ class Recovered:
     name: str = ""
     journal: str = ""
     """See `content`; as it was found."""
-    accepted: int = 0
-    """Version of the timestamp that it knew."""
+    accepted: tuple[int, int] = (0, 0)
+    """See `accepted`."""
     torn: tuple[str, ...] = ()
     """Versions whose files are not whole although that is written down."""
     wanted: str = ""
@@ -228,12 +228,17 @@ def content(database: sqlite3.Connection) -> str:
     return hashlib.sha256("\n".join(database.iterdump()).encode()).hexdigest()
 
 
-def accepted(metadata: Path) -> int:
-    """Version of the timestamp that a device has accepted; 0 when it does not know any more."""
-    try:
-        return int(json.loads((metadata / "timestamp.json").read_bytes())["signed"]["version"])
-    except (OSError, ValueError):
-        return 0
+def accepted(metadata: Path) -> tuple[int, int]:
+    """Versions of the timestamp and of the newest root that a device has accepted; 0 for what it does not know."""
+
+    def version(path: Path) -> int:
+        try:
+            return int(json.loads(path.read_bytes())["signed"]["version"])
+        except (OSError, ValueError):
+            return 0
+
+    roots = (metadata / "root_history").glob("*.root.json")
+    return version(metadata / "timestamp.json"), max(map(version, roots), default=0)
 
 
 def _serving(service: InThisProcess) -> Sequence[str]:

@@ -75,7 +75,7 @@ def _promise() -> None:
     Store.device_id = promising(device_id, lambda name, _store: f"named {name}")  # type: ignore[method-assign]
     Repository.refresh = promising(  # type: ignore[method-assign]
         refresh,
-        lambda _accepted, ours, _now: f"accepted {accepted(ours._metadata)}",  # noqa: SLF001
+        lambda _accepted, ours, _now: "accepted {} {}".format(*accepted(ours._metadata)),  # noqa: SLF001
     )
     Repository._blob = promising(blob, lambda _done, _ours, one, *_: f"fetched {one.sha256}")  # type: ignore[method-assign] # noqa: SLF001
 

@@ -98,7 +98,7 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
 
 def test_a_daemon_that_starts_writes_down_where_it_goes_on(tmp_path: Path) -> None:
     begun = rules.begin(DEPLOYMENT, NOW)
-    for _ in range(4):
+    for _ in range(5):
         begun = rules.begin(rules.after(begun, Event.PASSED, NOW), NOW)
     assert begun.at is Step.PROVE
     with closing(Journal(tmp_path / "journal.db")) as journal:
