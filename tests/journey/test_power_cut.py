@@ -314,12 +314,12 @@ def test_an_updater_that_is_killed_at_random_times_goes_on_to_the_old_or_the_new
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))  # where the server of forks finds what follows
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["support.device"])
+    processes.set_forkserver_preload(["support.device", "pytest"])
     old, new = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
     digests = (BundleFolder(old).manifest.digest, BundleFolder(new).manifest.digest)
     chance, began = random.Random(SEED), time.monotonic()  # noqa: S311 - not for secrets
     kills, devices, whole_s = Counter[str](), 0, 0.0
-    with Mirror(tmp_path / "published") as mirror:
+    with Mirror(tmp_path / "published") as mirror, tempfile.TemporaryDirectory(dir=_memory()) as quick:
         mirror.add(new)
 
         def run(state: Path, for_s: float | None) -> bool:
@@ -334,11 +334,11 @@ def test_an_updater_that_is_killed_at_random_times_goes_on_to_the_old_or_the_new
 
         for _ in range(2):  # the first one starts the server of forks, too
             started = time.monotonic()
-            run(tmp_path / "whole", None)
+            run(Path(quick) / "whole", None)
             whole_s = time.monotonic() - started
-            shutil.rmtree(tmp_path / "whole")
+            shutil.rmtree(Path(quick) / "whole")
         while kills.total() < KILLS:
-            state = tmp_path / f"device-{devices}"
+            state = Path(quick) / f"device-{devices}"
             for _ in range(chance.randint(1, 4)):
                 if run(state, chance.uniform(0.0, whole_s)):
                     kills[_at(state)] += 1
