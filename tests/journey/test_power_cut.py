@@ -3,6 +3,8 @@
 A real daemon is recorded below its process (`recorder.c`). For each moment every disk that the cut may leave is built,
 and the device is switched on with it. It must serve the old or the new bundle, proven; know what it had promised to
 know; fetch nothing again that had come; and come to an end by itself.
+
+Past 400 lines because all of it is asked of one recording, and judged by one list of promises.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""From `provision publish` to a device that serves the new version, or goes back by itself, while requests flow."""
+"""From `provision publish` to a device that serves the new version, or goes back by itself, while requests flow.
+
+Past 400 lines because every test is one fate of an update, with the same mirror, device and traffic.
+"""
 
 from __future__ import annotations
 
