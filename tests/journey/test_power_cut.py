@@ -344,7 +344,7 @@ def test_an_updater_that_is_killed_at_random_times_goes_on_to_the_old_or_the_new
             for _ in range(chance.randint(1, 4)):
                 if run(state, chance.uniform(0.0, whole_s)):
                     kills[_at(state)] += 1
-            found = recover(state, old, mirror.url, mirror.root)
+            found = recover(state, old, mirror.url, mirror.root, mirror.folder)
             assert not list(_wrong(found, Promised(), digests)), found
             devices += 1
             shutil.rmtree(state)
