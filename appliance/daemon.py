@@ -37,7 +37,7 @@ from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1, tls_context
 from appliance.adapters.live import Live, following
 from appliance.adapters.metrics import Metrics
-from appliance.adapters.mqtt import Broker, Mqtt
+from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.adapters.tokens import TokenFile
@@ -46,8 +46,10 @@ from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
+from appliance.fleet import door_to_broker
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
+from appliance.orders import Orders, changed_by_order
 from appliance.recorder import FLIGHTS, Recorder
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
@@ -87,6 +89,7 @@ async def _run(config: settings.Settings) -> int:
         tls = tls_context(config.http.tls_certificate, config.http.tls_key, config.http.client_ca)
         store = Store(config.state_dir)
         stack.callback(store.close)
+        given, config = config, changed_by_order(config, store)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
@@ -127,7 +130,7 @@ async def _run(config: settings.Settings) -> int:
             keeper=keeper,
             reread=partial(_reread, open_bundle=open_bundle),
         )
-        mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
+        mqtt = stack.enter_context(door_to_broker(config, service, clock))
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
         recorder = Recorder(
@@ -137,6 +140,7 @@ async def _run(config: settings.Settings) -> int:
             export=_exporter(stack, config.traces.endpoint, device_id),
         )
         live = stack.enter_context(following(service, recorder.fault))
+        service.orders |= Orders(service, given, store, now=clock, parts=(updates, mqtt)).by_name()
         app = gate_before(
             http.build(service, Metrics(service), live, _bodies(config.http), clock),
             config.http,
@@ -149,11 +153,7 @@ async def _run(config: settings.Settings) -> int:
         service.start()
         readiness()
         stack.push_async_callback(_stop_service, server, service, recorder, config.shutdown_grace_s)
-        if mqtt:
-            mqtt.start()
-            stack.push_async_callback(mqtt.stop)
-        else:
-            log.info("mqtt_off", why="no broker is configured (mqtt.host)")
+        _start_mqtt(stack, mqtt)
         _say_serving(listener, config, service)
         updates.start(service, open_bundle, engines)
         stack.push_async_callback(updates.stop)
@@ -215,6 +215,15 @@ def _make_engines(
     if engines.makes:
         making = asyncio.get_running_loop().create_task(engines.catch_up(served_without, serve_anew))
         stack.callback(making.cancel)
+
+
+def _start_mqtt(stack: contextlib.AsyncExitStack, mqtt: Mqtt | None) -> None:
+    """Connect to the broker, where there is one, until `stack` is left."""
+    if mqtt:
+        mqtt.start()
+        stack.push_async_callback(mqtt.stop)
+    else:
+        log.info("mqtt_off", why="no broker is configured (mqtt.host)")
 
 
 def _say_serving(listener: socket.socket, config: settings.Settings, service: Service) -> None:
@@ -399,17 +408,6 @@ def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
     if order.runtime != _EVERYWHERE:
         ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
     return ways
-
-
-def _broker(config: settings.Mqtt) -> Broker:
-    return Broker(
-        host=config.host,
-        port=config.port,
-        username=config.username,
-        password=config.password.get_secret_value(),
-        keepalive_s=config.keepalive_s,
-        longest_retry_s=config.longest_retry_s,
-    )
 
 
 def _listen(address: str, port: int) -> socket.socket:

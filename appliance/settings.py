@@ -24,7 +24,7 @@ from pydantic_settings import (
 
 from appliance.core.limits import Limits as ModelLimits
 from appliance.runtime import RuntimeName
-from models.errors import ConfigError
+from models.errors import BadInput, ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
@@ -90,6 +90,20 @@ class Mqtt(_Part):
     password: SecretStr = SecretStr("")
     keepalive_s: int = Field(default=30, ge=5, le=3600, description="a silent broker is given up after 1.5 times this")
     longest_retry_s: float = Field(default=60.0, gt=0, description="longest wait between two tries to connect")
+    tls: bool = Field(default=False, description="speak TLS; brokers usually have another port for it, 8883")
+    ca: Path | None = Field(default=None, description="PEM file of who signed the broker's certificate")
+    certificate: Path | None = Field(default=None, description="PEM file of our own, when the broker asks for one")
+    key: Path | None = Field(default=None, description="PEM file, when the key is not in certificate")
+    session_expiry_s: int = Field(
+        default=86400, ge=0, le=2**32 - 2, description="the broker keeps orders for a device that is away so long"
+    )
+    telemetry_s: float = Field(default=60.0, ge=0, le=86400, description="between two telemetry messages; 0 is none")
+    results: frozenset[str] = Field(default=frozenset(), description="bundles whose answers are published, too")
+    spool_bytes: int = Field(
+        default=16 * 2**20, ge=2**16, le=2**30, description="what may wait for the broker, in memory and on disk"
+    )
+    spool_age_s: float = Field(default=7 * 86400.0, gt=0, description="older telemetry is dropped")
+    replay_per_s: float = Field(default=50.0, gt=0, le=10_000, description="pace of telemetry after an outage")
 
 
 class Limits(_Part):
@@ -230,6 +244,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: float = Field(
         default=20.0, gt=0, le=3600, description="running work may take this long at the end"
     )
+    reboot_command: tuple[str, ...] = Field(
+        default=("systemctl", "reboot"), min_length=1, description="run by the order `reboot`"
+    )
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
@@ -282,6 +299,25 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
             "update.url is set and nothing says whom to trust: set update.root to the repository's root.json"
         )
     return settings
+
+
+CONFIGURABLE = ("mqtt.telemetry_s", "update.channel", "update.check_s", "update.pins", "update.window")
+"""What the order `configure` may change: where a daemon takes it up at once, and nobody can be locked out by it."""
+
+
+def configured(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """`settings` with `changes` by their full names; raises BadInput for others than the configurable, and values."""
+    merged = settings.model_dump()
+    for key, value in changes.items():
+        if key not in CONFIGURABLE:
+            msg = f"{key[:100]} cannot be changed by order{_nearest(key, CONFIGURABLE)} ({', '.join(CONFIGURABLE)} can)"
+            raise BadInput(msg)
+        part, name = key.split(".")
+        merged[part][name] = value
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise BadInput(_explain(error)) from error
 
 
 def _refuse_open_door(http: Http) -> None:

@@ -167,23 +167,21 @@ class Operated(MemoryService):
         status["workers"][0]["pid"] = 4711
         return status | {
             "clock": {"synced": False},
-            "mqtt": {"connected": True},
             "compiling": {"bundle": "reader", "says": None},
             "update": {"slots": [{"state": "good"}, {"state": "bad"}, {"state": "bad"}]},
         }
 
 
-def test_clock_broker_deployments_slots_and_contexts_are_told_where_there_are_any() -> None:
+def test_clock_deployments_slots_and_contexts_are_told_where_there_are_any() -> None:
     service = Operated()
     service.deployments = lambda: [{"step": "good"}, {"step": "trial"}, {"step": "good"}]
     lines = metrics.Metrics(service).text().decode().splitlines()  # type: ignore[arg-type] # its double
     assert {
         "appliance_clock_synced 0.0",
-        "appliance_mqtt_connected 1.0",
         'appliance_deployments{step="good"} 2.0',
         'appliance_deployments{step="trial"} 1.0',
         'appliance_slots{state="bad"} 2.0',
         "appliance_cuda_contexts 1.0",
         "appliance_compiling 1.0",
     } <= set(lines)
-    assert not [line for line in Scraped().lines if "clock_synced" in line or "mqtt_connected" in line]
+    assert not [line for line in Scraped().lines if "clock_synced" in line or "compiling" in line]
