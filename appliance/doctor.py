@@ -328,13 +328,13 @@ def upstream(url: str, now: float) -> Check:
     """Whether the repository of updates answers, and its certificate is believed."""
     if not url:
         return Check("upstream", "skip", "none is configured (update.url)")
-    where = urlsplit(url)
+    where, url = urlsplit(url), re.sub("//[^/@]*@", "//", url)  # what it says may be sent to strangers
     if where.scheme == "https":
         shaken = check_tls("upstream", where.hostname or "", where.port or 443, Trust(), now)
         if shaken.verdict != "ok":
             return shaken
     try:
-        answer = httpx.head(url, timeout=_CONNECT_S, follow_redirects=True)
+        answer = httpx.head(where.geturl(), timeout=_CONNECT_S, follow_redirects=True)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Check("upstream", "fail", f"{url} does not answer ({error})", "check update.url and the network")
     return Check("upstream", "ok", f"{url} answers (HTTP {answer.status_code})")

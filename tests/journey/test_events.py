@@ -57,18 +57,16 @@ def test_events_tell_the_status_until_the_daemon_stops_which_waits_for_nobody(st
         assert time.monotonic() - started < 10  # the grace period is 20 s
 
 
-def test_whoever_leaves_makes_room_for_others_to_watch(start_null: StartDaemon) -> None:
-    daemon = start_null()
+def test_whoever_leaves_makes_room_for_others_to_watch(tiny_daemon: Daemon) -> None:
     for _ in range(40):
-        with watched(daemon) as events:
+        with watched(tiny_daemon) as events:
             next(events)
 
     def has_room() -> bool:
-        with httpx.stream("GET", f"{daemon.url}/v1/events", trust_env=False, timeout=30) as answer:
+        with httpx.stream("GET", f"{tiny_daemon.url}/v1/events", trust_env=False, timeout=30) as answer:
             return answer.status_code == 200
 
     eventually(has_room, "there is room", 20)
-    daemon.stop()
 
 
 def test_a_request_has_one_line_in_the_log_and_a_fault_leaves_a_flight(start_null: StartDaemon) -> None:
@@ -102,18 +100,10 @@ def test_a_request_has_one_line_in_the_log_and_a_fault_leaves_a_flight(start_nul
     daemon.stop()
 
 
-def test_no_line_is_written_where_none_is_wanted(start_null: StartDaemon) -> None:
-    daemon = start_null(APPLIANCE_LOG__REQUESTS_PER_S="0")
-    daemon.infer("null", ONE)
-    daemon.infer("null", np.ones(3, np.float32))
-    daemon.stop()
-    assert daemon.log("request") == []
-
-
 def test_traces_without_what_sends_them_stop_the_start_with_what_to_install(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
-    (tmp_path / "opentelemetry.py").write_text("raise ImportError('not here')")
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['opentelemetry.exporter'] = None")
     daemon = start_daemon(APPLIANCE_TRACES__ENDPOINT="http://127.0.0.1:1/v1/traces", PYTHONPATH=str(tmp_path))
     assert daemon.process.wait(30) == 1
     assert "install edge-appliance[traces]" in daemon.log_text

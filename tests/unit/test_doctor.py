@@ -236,6 +236,7 @@ def test_a_broker_is_called_and_an_upstream_is_asked() -> None:
         assert verdicts(doctor.broker("127.0.0.1", port)) == ["ok"]
     assert verdicts(doctor.broker("127.0.0.1", port), doctor.broker("", 1883)) == ["fail", "skip"]
     assert verdicts(doctor.upstream(f"http://127.0.0.1:{port}/", NOW), doctor.upstream("", NOW)) == ["fail", "skip"]
+    assert "secret" not in str(doctor.upstream(f"http://me:secret@127.0.0.1:{port}/", NOW))
     assert verdicts(doctor.upstream(f"https://127.0.0.1:{port}/", NOW)) == ["fail"]
 
 
