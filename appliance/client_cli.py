@@ -16,6 +16,7 @@ from rich.table import Table
 
 from appliance import __version__, console, doctor_cli, token_cli
 from appliance.console import DEFAULT_URL, AsJson, Url, ask, client, refused
+from models.answers import items
 from models.errors import ApplianceError
 
 app = typer.Typer(
@@ -79,17 +80,19 @@ def infer(
         from appliance.drawing import drawn  # noqa: PLC0415 - opencv, which the other commands need not wait for
 
         try:
-            out.write_bytes(drawn(content, answer.get("lines", []), out.suffix))
+            out.write_bytes(drawn(content, items(answer), out.suffix))
         except (ApplianceError, OSError) as error:
             console.fail(f"{out} cannot be written: {error}")
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
-    table = Table("", "text", "confidence", "at", box=None)
-    for i, line in enumerate(answer.get("lines", []), 1):
-        table.add_row(str(i), line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
+    kind = "class" if "classes" in answer else "object" if "objects" in answer else "text"
+    table = Table("", kind, "confidence", "at", box=None)
+    for i, item in enumerate(items(answer), 1):
+        at = "{:.0f},{:.0f}".format(*item["box"][0]) if "box" in item else ""
+        table.add_row(str(i), item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
     screen = console.plain()
-    screen.print(table if table.row_count else "no text found")
+    screen.print(table if table.row_count else f"no {kind} found")
     screen.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
         f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",

@@ -17,10 +17,11 @@ _WIDTH_PER_SCALE = 1600.0
 """Pixels of a picture at which numbers have OpenCV's own size."""
 
 
-def drawn(content: bytes, lines: Sequence[Mapping[str, Any]], suffix: str) -> bytes:
+def drawn(content: bytes, found: Sequence[Mapping[str, Any]], suffix: str) -> bytes:
     """The encoded picture with each box and its number, encoded as the file name's `suffix` says.
 
-    `lines` are those of an answer: boxes are pixels of the picture as it was sent, its EXIF orientation not applied.
+    `found` are the items of an answer (see `models.answers`), whose boxes are pixels of the picture as it was sent,
+    its EXIF orientation not applied; what has no box is not drawn.
     Raises BadInput for a picture that cannot be read, or a suffix that names no format.
     """
     flags = cv2.IMREAD_COLOR | cv2.IMREAD_IGNORE_ORIENTATION
@@ -29,8 +30,10 @@ def drawn(content: bytes, lines: Sequence[Mapping[str, Any]], suffix: str) -> by
         raise BadInput("the picture cannot be read: give a JPEG or PNG")
     scale = max(picture_HWC.shape[1] / _WIDTH_PER_SCALE, _SMALLEST_SCALE)
     thickness = max(1, round(2 * scale))
-    for number, line in enumerate(lines, 1):
-        corners = np.array(line["box"], np.int32)
+    for number, item in enumerate(found, 1):
+        if "box" not in item:
+            continue
+        corners = np.array(item["box"], np.int32)
         cv2.polylines(picture_HWC, [corners], isClosed=True, color=_COLOUR_BGR, thickness=thickness)
         (width, height), _baseline = cv2.getTextSize(str(number), cv2.FONT_HERSHEY_SIMPLEX, scale, thickness)
         x, y = max(int(corners[0][0]) - width - 2, 0), int(corners[0][1])

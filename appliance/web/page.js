@@ -1,4 +1,4 @@
-"use strict";
+"use strict"; // Somewhat more than 400 lines: one page has one script, and no build step that would join several.
 
 const RETRY_MS = 2000;
 const SILENCE_MS = 6000;
@@ -34,6 +34,8 @@ function spell(seconds) {
 }
 
 const short = (value) => (value >= 100 ? Math.round(value) : value >= 10 ? value.toFixed(1) : value.toFixed(2)).toString();
+
+const plural = (word, count) => (count === 1 ? word : word.endsWith("s") ? `${word}es` : `${word}s`);
 
 /** Terms and descriptions; what is null or undefined is not known here, and left out. */
 function facts(pairs) {
@@ -310,7 +312,7 @@ setInterval(() => source && Date.now() - heardAt > SILENCE_MS && lost(), 1000);
 let last = null;
 
 async function paint() {
-  const { picture, lines } = last;
+  const { picture, lines, reading } = last;
   const canvas = byId("canvas");
   // Boxes are pixels of the picture as it was sent, its EXIF orientation not applied.
   const bitmap = await createImageBitmap(picture, { imageOrientation: "none" });
@@ -319,13 +321,14 @@ async function paint() {
   pen.drawImage(bitmap, 0, 0);
   const size = Math.max(bitmap.width / 70, 9);
   lines.forEach(({ box, text }, i) => {
+    if (!box) return;
     const trace = () => {
       pen.beginPath();
       box.forEach(([x, y]) => pen.lineTo(x, y));
       pen.closePath();
     };
     trace();
-    if (byId("overlay").checked) {
+    if (byId("overlay").checked && reading) {
       const [[x0, y0], [x1, y1], , [x3, y3]] = box;
       const [across, down] = [Math.hypot(x1 - x0, y1 - y0), Math.hypot(x3 - x0, y3 - y0)];
       pen.fillStyle = "#ffffffe8";
@@ -362,13 +365,16 @@ async function read(picture) {
   byId("picture").disabled = true;
   try {
     const answer = await ask(`v1/models/${encodeURIComponent(byId("model").value)}/predict`, { method: "POST", body: picture });
-    const lines = answer.lines ?? [];
-    outcome.textContent = `${lines.length || "No"} line${lines.length === 1 ? "" : "s"} of text in ${picture.name}; `
+    const kind = answer.objects ? "object" : answer.classes ? "class" : "line of text";
+    // Classes have no box and no text of their own.
+    const lines = (answer.lines ?? answer.objects ?? answer.classes ?? [])
+      .map((found) => ({ ...found, text: found.text ?? found.label }));
+    outcome.textContent = `${lines.length || "No"} ${kind.replace(/^\w+/, (word) => plural(word, lines.length))} in ${picture.name}; `
       + `${answer.model} ${answer.version} by ${answer.runtime} (${answer.precision}) `
       + `in ${Math.round(answer.timing_ms.total)} ms, ${answer.trust}`;
     byId("lines").replaceChildren(...lines.map(({ text, confidence }) =>
       make("li", { textContent: `${text} (${confidence.toFixed(2)})` })));
-    last = { picture, lines };
+    last = { picture, lines, reading: Boolean(answer.lines) };
     await paint();
   } catch (error) {
     outcome.className = "bad";
