@@ -145,7 +145,7 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         screen.print(f"mqtt {mqtt['broker']}: {state}")
     if not answer["clock"]["synced"]:
         screen.print(
-            "the clock is not synchronised: no update is installed until it is",
+            "the clock is not synchronised: no update is installed until it is, or clock.assume_synced is set",
             style="dim",
         )
     update = answer["update"]
@@ -206,9 +206,7 @@ def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json:
     if answer["status"] != "done":
         console.fail(f"{command} is {answer['status']}: {answer['reason']}")
     if wait:
-        time.sleep(_POLL_S)  # until the daemon has begun what was ordered
-        while (state := ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
-            time.sleep(_POLL_S)
+        state = _waited(url)
         answer = {"problem": state["problem"], "deployment": next(iter(_deployments(url)), None)}
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -222,6 +220,25 @@ def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json:
         screen.print(f"deployment {latest['id']}: {latest['name']} {latest['version']} is {latest['step']}")
     if answer["problem"] or (latest and latest["reason"]):
         screen.print(answer["problem"] or latest["reason"], style="yellow")
+
+
+def _waited(url: str) -> dict[str, Any]:
+    """Wait until no update is under way, and tell on standard error how far it is; the state of updates then."""
+    screen, told = console.plain(stderr=True), ""
+    with screen.status("") as shown:
+        time.sleep(_POLL_S)  # until the daemon has begun what was ordered
+        while (state := ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
+            now = "looking at the repository"
+            if state["deployment"]:
+                share = "" if state["share"] is None else f" {int(state['share'] * 10)}0 %"
+                now = f"deployment {state['deployment']}: {state['step']}{share}"
+            now += f" ({state['problem']})" if state["problem"] else ""
+            if now != told:
+                (shown.update if screen.is_terminal else screen.print)(now)
+                told = now
+            time.sleep(_POLL_S)
+    found: dict[str, Any] = state
+    return found
 
 
 def _deployments(url: str) -> list[dict[str, Any]]:

@@ -184,7 +184,7 @@ function showMachine({ mqtt, update, clock, device, compiling, event_loop: loop,
     "upstream": update && `${update.url}, ${update.problem ?? (update.looked_s_ago === null ? "not asked yet"
       : `asked ${spell(update.looked_s_ago)} ago`)}`,
     "clock": clock?.synced ? (clock.assumed ? "taken for synchronised" : "synchronised")
-      : "not synchronised; no update is installed until it is",
+      : "not synchronised; no update is installed until it is, or clock.assume_synced is set",
     "temperature": temperatures.join(", "),
     "board": device?.model,
     "power mode": device?.power_mode?.name ?? device?.power_mode?.id,
