@@ -207,6 +207,7 @@ async function showUpdate(update) {
   const latest = update.latest;
   say("update-state", update.problem ?? (update.deployment
     ? `${latest.name} ${latest.version} is at step ${update.step}`
+      + (update.share ? ` (${Math.round(update.share * 100)} %)` : "")
       + (update.fetched_bytes ? `, ${bytes(update.fetched_bytes)} fetched` : "")
     : update.looking ? `looking at channel ${update.channel}` : `channel ${update.channel}: nothing is under way`));
   const key = JSON.stringify([latest, update.step]);
