@@ -77,7 +77,7 @@ class Recorder:
     """Follows the requests of one service."""
 
     def __init__(
-        self, service: Service, folder: Path, *, per_s: float, export: Callable[[Flight], None] | None = None
+        self, service: Service, folder: Path, *, per_s: int, export: Callable[[Flight], None] | None = None
     ) -> None:
         """Keep dumps in `folder`; tell up to `per_s` answered requests a second in the log, and as many that failed.
 

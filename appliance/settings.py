@@ -203,8 +203,8 @@ class Engines(_Part):
 class Log(_Part):
     """What is told of requests."""
 
-    requests_per_s: float = Field(
-        default=20.0, ge=0, le=10_000, description="lines on answered requests, and as many on failed ones; 0 is none"
+    requests_per_s: int = Field(
+        default=20, ge=0, le=10_000, description="lines on answered requests, and as many on failed ones; 0 is none"
     )
 
 

@@ -37,7 +37,7 @@ def picture() -> Tensor:
     return Tensor("image", "BYTES", (1,), pack_bytes([PICTURE]))
 
 
-def asked(service: MemoryService, folder: Path, *ids: str, per_s: float = 100.0, fault: bool = False) -> Recorder:
+def asked(service: MemoryService, folder: Path, *ids: str, per_s: int = 100, fault: bool = False) -> Recorder:
     """A recorder that has seen one request after the other, each with its id."""
 
     async def run() -> Recorder:
