@@ -40,6 +40,7 @@ from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.adapters.tokens import TokenFile
+from appliance.board import Board
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
@@ -94,6 +95,7 @@ async def _run(config: settings.Settings) -> int:
         lag = stack.enter_context(watched_loop())
         clock = host.WallClock()
         started_at = clock()
+        board = Board()
 
         def facts() -> dict[str, Any]:
             return {
@@ -104,6 +106,7 @@ async def _run(config: settings.Settings) -> int:
                     "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
+                "device": board.status(),
                 "event_loop": lag.status(),
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
@@ -145,7 +148,7 @@ async def _run(config: settings.Settings) -> int:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, server.stop)
-        _feed_watchdog(stack, service)
+        _watch_over(stack, service, board)
         service.listeners.append(readiness := _Readiness(service))
         service.start()
         readiness()
@@ -162,8 +165,11 @@ async def _run(config: settings.Settings) -> int:
     return 0
 
 
-def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
-    """Feed systemd's watchdog, where it waits for that, until `stack` is left."""
+def _watch_over(stack: contextlib.AsyncExitStack, service: Service, board: Board) -> None:
+    """Look at the machine, and feed systemd's watchdog where it waits for that, until `stack` is left."""
+    service.guards.append(board.check)
+    watching = asyncio.get_running_loop().create_task(board.watch(service.tell))
+    stack.callback(watching.cancel)
     hungry_s = watchdog_s()
     if hungry_s is not None:
         feeding = asyncio.get_running_loop().create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))
