@@ -1,0 +1,5 @@
+#!/bin/sh
+# Stand-in: makes an account, and says more than it should, so that a test sees what the log keeps.
+echo "called with $*"
+echo "$2:x:1000:1000::/home/$2:/bin/bash" >> rootfs/etc/passwd
+echo "$4" > password-given
