@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from models import schema
 from models.callhome import PROOF, TICKET, Reply, Report, Ticket, proves, reply_proof, report_proof
 from models.folder import write_file
 
+KEYS = "etc/ssh/authorized_keys.d"
 _DAEMON = "http://127.0.0.1:8080"
 _RETRY_S = 10.0
 _PATIENCE_S = 300.0
@@ -102,16 +102,12 @@ class CallHome:
         return answer
 
     def _let_in(self, authorized_key: str) -> None:
-        """Let one key, and no password, log in as the ticket's user."""
-        home = self._root / "home" / self._ticket.user
-        if not authorized_key or not home.is_dir():
-            return
-        folder = home / ".ssh"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        write_file(folder / "authorized_keys", f"{authorized_key}\n".encode(), mode=0o600)
-        owner = home.stat()
-        for path in (folder, folder / "authorized_keys"):
-            os.chown(path, owner.st_uid, owner.st_gid)
+        """Let one more key log in as the ticket's user, where the image's SSH server looks for keys."""
+        file = self._root / KEYS / self._ticket.user
+        known = file.read_text().splitlines() if file.exists() else []
+        if authorized_key and authorized_key not in known:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, "".join(f"{line}\n" for line in (*known, authorized_key)).encode(), mode=0o644)
 
 
 def main() -> int:

@@ -93,9 +93,8 @@ async def _run(config: settings.Settings) -> int:
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
-        clock = host.WallClock()
+        clock, board = host.WallClock(), Board()
         started_at = clock()
-        board = Board()
 
         def facts() -> dict[str, Any]:
             return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +73,10 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
         int, typer.Option(min=0, help="Partition for models, GiB; 0 leaves NVIDIA's layout as it is.")
     ] = 12,
     slot_gib: Annotated[int, typer.Option(min=8, help="Each root file system, GiB, where the layout is changed.")] = 20,
-    overlay: Annotated[Path | None, typer.Option(help="Laid over the root file system.", metavar="DIR")] = None,
-    user: Annotated[str, typer.Option(help="Account on the board; nobody logs in with a password.")] = "operator",
+    overlay: Annotated[
+        Path | None, typer.Option(help="What `provision image` made, for the root file system.", metavar="TAR")
+    ] = None,
+    user: Annotated[str, typer.Option(help="Account on the board; nobody logs in with a password.")] = "maintainer",
     host_name: Annotated[str, typer.Option(help="Name that the board has at first.")] = "appliance",
     one_step: Annotated[
         bool, typer.Option("--one-step", help="Let NVIDIA's tool read the EEPROM of the one board.")
@@ -94,8 +97,8 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
     from provisioning.flash import plan as plans  # noqa: PLC0415
     from provisioning.flash.facts import read_bsp, read_host  # noqa: PLC0415
 
-    if overlay and not overlay.is_dir():
-        msg = f"{overlay} is no folder: give one that mirrors the root file system with --overlay"
+    if overlay and not overlay.is_file():
+        msg = f"{overlay} is no file: give the archive that `provision image` wrote with --overlay"
         raise ConfigError(msg)
     wish = plans.Wish(
         board=board,
@@ -108,6 +111,7 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
         user=user,
         host_name=host_name,
         overlay=str(overlay.resolve()) if overlay else "",
+        overlay_sha256=hashlib.sha256(overlay.read_bytes()).hexdigest() if overlay else "",
         one_step=one_step,
         images_only=images_only,
         network=network,

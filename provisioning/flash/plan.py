@@ -52,10 +52,11 @@ class Wish:
     """Partition for models, which the first boot lets fill the disk; 0 leaves NVIDIA's layout as it is."""
     slot_gib: int = 20
     """Of each root file system, when the layout is changed."""
-    user: str = "operator"
+    user: str = "maintainer"
     host_name: str = "appliance"
     overlay: str = ""
-    """Absolute folder that is laid over the root file system."""
+    """Absolute path of an archive (tar) that is laid over the root file system."""
+    overlay_sha256: str = ""
     one_step: bool = False
     images_only: bool = False
     network: str = "usb0"
@@ -112,8 +113,8 @@ def _preparations(wish: Wish, bsp: Bsp) -> Iterator[Step]:
         lock = ("sudo", "usermod", "--prefix", f"{bsp.path}/rootfs", "--lock", wish.user)
         yield Step("lock", "nobody logs in with a password", lock)
     if wish.overlay:
-        copy = ("sudo", "cp", "-a", "--no-preserve=ownership", f"{wish.overlay}/.", "rootfs/")
-        yield Step("overlay", "the appliance into the root file system", copy)
+        unpack = ("sudo", "tar", "-xpf", wish.overlay, "-C", "rootfs")
+        yield Step("overlay", "the appliance into the root file system", unpack)
     install = ("sudo", "install", "-D", "-m", "600", TICKET, f"rootfs/{callhome.TICKET}")
     yield Step("ticket", "the number by which a board proves that it runs this image", install)
     if wish.data_gib:

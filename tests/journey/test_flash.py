@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -164,11 +165,11 @@ def test_secrets_stay_out_of_logs_and_logins_are_by_key_only(workshop: Workshop)
     password = (workshop.bsp / "password-given").read_text().strip()
     nonce = workshop.ticket().nonce
     kept = "".join(file.read_text() for file in (workshop.runs / "logs").iterdir())
-    assert "called with -u operator -p ***" in kept
+    assert "called with -u maintainer -p ***" in kept
     for secret in (password, nonce):
         assert len(secret) > 20
         assert secret not in kept + ended.stdout + ended.stderr + (workshop.runs / "plan.json").read_text()
-    assert f"--prefix {workshop.bsp}/rootfs --lock operator" in (workshop.folder / "usermod.log").read_text()
+    assert f"--prefix {workshop.bsp}/rootfs --lock maintainer" in (workshop.folder / "usermod.log").read_text()
     assert (workshop.bsp / "rootfs" / TICKET).stat().st_mode & 0o777 == 0o600
     assert (workshop.runs / "ticket.json").stat().st_mode & 0o777 == 0o600
     assert calls.replies["1-1"].authorized_key.startswith("ssh-ed25519 ")
@@ -240,10 +241,14 @@ def test_boards_may_be_written_now_and_verified_later(workshop: Workshop) -> Non
     assert workshop.flash("status", str(workshop.runs), "--sysroot", str(workshop.sysroot)).stdout.count("good") == 1
 
 
-def test_images_can_be_made_without_a_board(workshop: Workshop) -> None:
-    ended = workshop.flash(*workshop.running(workshop.plan("--images-only")))
+def test_images_with_the_appliance_in_them_can_be_made_without_a_board(workshop: Workshop) -> None:
+    overlay = workshop.folder / "image.tar"
+    with tarfile.open(overlay, "w") as archive:
+        archive.add(workshop.sysroot / "proc/version", "etc/appliance/config.toml")
+    ended = workshop.flash(*workshop.running(workshop.plan("--images-only", "--overlay", str(overlay))))
     assert ended.returncode == 0, ended.stderr
     assert [call["argv"][0] for call in workshop.calls()] == ["--no-flash"]
+    assert (workshop.bsp / "rootfs/etc/appliance/config.toml").exists()
 
 
 def test_what_stands_against_a_run_is_said_before_anything_is_touched(workshop: Workshop) -> None:
@@ -336,10 +341,12 @@ def test_a_board_calls_home_with_the_answer_of_its_own_daemon_and_lets_the_works
     bundle = scale_bundle(tmp_path / "bundle", 2)
     exam = Exam(BundleFolder(bundle))
     board = plant(tmp_path / "board", "agx-orin", RELEASE)
-    (board / "home/operator").mkdir(parents=True)
     (board / "etc/appliance").mkdir()
+    authorized = board / "etc/ssh/authorized_keys.d/maintainer"
+    authorized.parent.mkdir(parents=True)
+    authorized.write_text("ssh-ed25519 AAAA ann\n")
     port = free_port()
-    ticket = home.new_ticket("run", ("http://127.0.0.1:1/", f"http://127.0.0.1:{port}/"), "operator", exam)
+    ticket = home.new_ticket("run", ("http://127.0.0.1:1/", f"http://127.0.0.1:{port}/"), "maintainer", exam)
     (board / TICKET).write_text(json.dumps(schema.dump(ticket)))
     workshop = Home(ticket, Expected(RELEASE, armed=True, exam=exam), tmp_path / "keys")
     with Daemon(tmp_path / "daemon", "--bundle", str(bundle)) as daemon, home.listening(workshop, "127.0.0.1", port):
@@ -347,9 +354,9 @@ def test_a_board_calls_home_with_the_answer_of_its_own_daemon_and_lets_the_works
     heard, failure = workshop.heard()["1421621012345"]
     assert failure is None
     assert heard.model == "NVIDIA Jetson AGX Orin Developer Kit"
-    authorized = board / "home/operator/.ssh/authorized_keys"
-    assert authorized.read_text().startswith("ssh-ed25519 ")
-    assert authorized.stat().st_mode & 0o777 == 0o600
+    ann, ours = authorized.read_text().splitlines()
+    assert ann == "ssh-ed25519 AAAA ann"
+    assert ours == (tmp_path / "keys" / "1421621012345.key.pub").read_text()
     assert not (board / TICKET).exists()
 
 

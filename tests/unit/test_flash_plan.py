@@ -130,17 +130,17 @@ def test_images_of_every_module_are_made_with_its_own_numbers(module: str, bsp: 
 
 def test_a_plan_prepares_the_root_file_system_only_as_far_as_it_is_not_ready(bsp: Bsp) -> None:
     bare = replace(bsp, applied="", users=())
-    assert [step.name for step in plans.make(Wish(NANO.board, NANO.module, overlay="/overlay"), bare).steps] == [
+    assert [step.name for step in plans.make(Wish(NANO.board, NANO.module, overlay="/image.tar"), bare).steps] == [
         "binaries", "user", "lock", "overlay", "ticket", "layout", "images", "flash",
     ]  # fmt: skip
-    ready = replace(bsp, users=("operator",))
+    ready = replace(bsp, users=("maintainer",))
     assert [step.name for step in plans.make(NANO, ready).steps] == ["ticket", "images", "flash"]
 
 
 def test_nobody_can_log_in_with_the_password_that_the_tool_demands(bsp: Bsp) -> None:
     user, lock = (step for step in plans.make(NANO, bsp).steps if step.name in {"user", "lock"})
     assert user.argv[user.argv.index("-p") + 1] == plans.PASSWORD
-    assert lock.argv == ("sudo", "usermod", "--prefix", f"{bsp.path}/rootfs", "--lock", "operator")
+    assert lock.argv == ("sudo", "usermod", "--prefix", f"{bsp.path}/rootfs", "--lock", "maintainer")
 
 
 def test_models_get_the_end_of_the_disk_and_everything_else_stays_as_nvidia_laid_it(bsp: Bsp) -> None:

@@ -107,7 +107,7 @@ class Caller:
     def __init__(self, bench: Bench) -> None:
         """Listen to nothing but `call`."""
         exam = Exam(BundleFolder(bench.bundle))
-        self.ticket = home.new_ticket("run", (), "operator", exam)
+        self.ticket = home.new_ticket("run", (), "maintainer", exam)
         self.home = Home(self.ticket, Expected(RELEASE, armed=True, exam=exam), bench.folder / "keys")
         self.report = good(bench)
 
