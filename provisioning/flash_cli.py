@@ -21,7 +21,7 @@ from provisioning.publish_cli import passphrase
 
 if TYPE_CHECKING:
     from provisioning.flash.plan import Problem
-    from provisioning.flash.run import BoardRun, Judged, Run
+    from provisioning.flash.run import BoardRun, Run
 
 # Everything else is imported by the command that needs it: `provision --help` must not wait for cryptography.
 
@@ -169,12 +169,16 @@ def run(  # noqa: PLR0913, PLR0917 - options of a command
         _refuse(plans.of_boards(wish, there))
         return [one for one in there if one.state is usb.State.RECOVERY]
 
-    if not wish.images_only:
+    in_recovery = any(one.state is usb.State.RECOVERY for one in usb.attached(sysroot))
+    only_wait = work.waiting and not in_recovery  # it was interrupted while boards were waited for
+    if not (wish.images_only or only_wait):
         ready()  # before images are made, which takes long
     with _telling() as tell:
-        work.write(sysroot, tell, ready)
-        judged = [] if wish.images_only or no_wait else work.verify(where, sysroot, wait_s, tell)
-    _finish(work, judged, sign, as_json=as_json, written_will_do=no_wait)
+        if not only_wait:
+            work.write(sysroot, tell, ready)
+        if not (wish.images_only or no_wait):
+            work.verify(where, sysroot, wait_s, tell)
+    _finish(work, sign, as_json=as_json, written_will_do=no_wait)
 
 
 @app.command(epilog=_epilog("verify lot-7 --bundle ppocr-v4"))
@@ -198,8 +202,8 @@ def verify(  # noqa: PLR0913, PLR0917 - options of a command
     work = Run(run_folder, read_plan(run_folder / "plan.json"), urls=(), exam=Exam(BundleFolder(bundle)))
     sign = _signer(inventory, key, keys)
     with _telling() as tell:
-        judged = work.verify(_address(listen), sysroot, wait_s, tell)
-    _finish(work, judged, sign, as_json=as_json)
+        work.verify(_address(listen), sysroot, wait_s, tell)
+    _finish(work, sign, as_json=as_json)
 
 
 @app.command(epilog=_epilog("status lot-7 --inventory inventory.jsonl --public keys/workshop.pub.json"))
@@ -258,11 +262,11 @@ def _signer(inventory: Path | None, key: str, keys: Path | None) -> Sign:
     return lambda record: append(file, record, signer)
 
 
-def _finish(work: Run, judged: Sequence[Judged], sign: Sign, *, as_json: bool, written_will_do: bool = False) -> None:
+def _finish(work: Run, sign: Sign, *, as_json: bool, written_will_do: bool = False) -> None:
     """Sign a record of each board that got its last word, show all, and raise WorkshopError unless all is well."""
     from models import schema  # noqa: PLC0415 - see the top
 
-    for record in work.records(judged, round(time.time())):
+    for record in work.records(round(time.time())):
         sign(record)
     if as_json:
         print(json.dumps(schema.dump(work.state), indent=1))

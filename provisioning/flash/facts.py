@@ -72,7 +72,7 @@ def read_bsp(path: Path) -> Bsp:
         release=core[0] if core else "",
         applied=f"{applied[1]}.{applied[2]}" if applied else "",
         ubuntu=ubuntu[1] if ubuntu else "",
-        users=_users(_text(rootfs / "etc/passwd")),
+        users=users(path),
         files=frozenset(str(file.relative_to(path)) for file in (*path.glob("*.conf"), *layouts)),
         layouts={str(file.relative_to(path)): _text(file) for file in layouts},
         rootfs_bytes=_tree_bytes(rootfs),
@@ -122,8 +122,9 @@ def read_host(bsp: Path, sysroot: Path = Path("/")) -> Host:
     )
 
 
-def _users(passwd: str) -> tuple[str, ...]:
-    fields = [line.split(":") for line in passwd.splitlines()]
+def users(bsp: Path) -> tuple[str, ...]:
+    """People who have an account in the root file system of a BSP folder."""
+    fields = [line.split(":") for line in _text(bsp / "rootfs/etc/passwd").splitlines()]
     shells = 7
     return tuple(
         entry[0]

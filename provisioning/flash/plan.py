@@ -83,6 +83,8 @@ class Step:
     content: str = ""
     flashes: bool = False
     """Whether boards in recovery mode are written to."""
+    account: str = ""
+    """The step is left out where the root file system has this account by now."""
 
     def shown(self) -> str:
         """As a person would type it."""
@@ -109,7 +111,8 @@ def _preparations(wish: Wish, bsp: Bsp) -> Iterator[Step]:
         yield Step("binaries", "NVIDIA's drivers into the root file system", ("sudo", "./apply_binaries.sh"))
     if wish.user not in bsp.users:
         create = ("./tools/l4t_create_default_user.sh", "-u", wish.user, "-p", PASSWORD, "-n", wish.host_name)
-        yield Step("user", "an account, so that the first boot asks nothing", ("sudo", *create, "--accept-license"))
+        argv = ("sudo", *create, "--accept-license")
+        yield Step("user", "an account, so that the first boot asks nothing", argv, account=wish.user)
         lock = ("sudo", "usermod", "--prefix", f"{bsp.path}/rootfs", "--lock", wish.user)
         yield Step("lock", "nobody logs in with a password", lock)
     if wish.overlay:

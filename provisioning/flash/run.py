@@ -17,11 +17,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import secrets
-import signal
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,16 +28,16 @@ from models import schema
 from models.callhome import Report, Ticket
 from models.errors import ConfigError, WorkshopError
 from models.folder import write_file
-from provisioning.flash import failures
+from provisioning.flash import failures, tool
 from provisioning.flash.boards import Attached, State, attached
 from provisioning.flash.exports import guarded
+from provisioning.flash.facts import users
 from provisioning.flash.failures import FAILURES, Failure
 from provisioning.flash.home import Exam, Expected, Home, listening, new_ticket
 from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step
 
 _LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
 """In the BSP folder."""
-_STEP_LIMIT_S = 2 * 3600.0
 _POLL_S = 0.2
 _LAST_WORD = {"wrong_release", "not_armed"}
 """Verdicts that no patience changes."""
@@ -136,6 +132,8 @@ class Run:
         self.ticket = self._ticket(urls)
         known = (folder / "run.json").exists()
         self.state = read_state(folder) if known else RunState(self.ticket.run)
+        self.judged: list[Judged] = []
+        """Boards that got their last word since this object was made."""
         self._password = secrets.token_urlsafe(24)
         self._bsp = Path(plan.bsp)
 
@@ -151,6 +149,11 @@ class Run:
         write_file(file, json.dumps(schema.dump(ticket)).encode(), mode=0o600)
         return ticket
 
+    @property
+    def waiting(self) -> bool:
+        """Whether boards are written and have not called home."""
+        return any(one.state == "written" for one in self.state.boards)
+
     # Writing boards
 
     def write(self, sysroot: Path, tell: Tell, ready: Callable[[], Sequence[Attached]]) -> None:
@@ -163,7 +166,7 @@ class Run:
             for step in self.plan.steps:
                 if step.flashes:
                     self._flash(step, ready(), tell, watch)
-                elif step.name not in self._done():
+                elif step.name not in self._done() and step.account not in users(self._bsp):
                     tell(f"{step.name}: {step.why}")
                     self._prepare(step, watch)
                     self._note_done(step.name)
@@ -194,9 +197,9 @@ class Run:
         if step.file:
             write_file(self._bsp / step.file, step.content.encode())
             return
-        code, log = self._call(step, watch, lambda: None)
+        code, said = self._call(step, watch, lambda: None)
         if code:
-            failure = failures.of_tool(_text(log), code)
+            failure, log = failures.of_tool(said, code), self._folder / "logs" / f"{step.name}.log"
             msg = f"{step.name} failed with exit code {code} ({failure.what}): {failure.remedy}; {log} has it all"
             raise WorkshopError(msg)
 
@@ -216,16 +219,16 @@ class Run:
                     tell(f"{port}: {stage}")
 
         try:
-            code, log = self._call(step, watch, look)
+            code, said = self._call(step, watch, look)
         except BaseException:
             for port in ports:
                 self._end(port, FAILURES["interrupted"], "")
             raise
         for port in ports:
-            own = self._log_of(port, old)
-            failure = self._judge(_text(own), _text(log), code, alone=len(ports) == 1)
+            own = _text(self._log_of(port, old))
+            failure = self._judge(own, said, code, alone=len(ports) == 1)
             kept = self._folder / "logs" / f"{port}.log"
-            kept.write_text(self._redacted(_text(own) or _text(log)))
+            kept.write_text(self._redacted(own or said))
             self._end(port, failure, str(kept))
             tell(f"{port}: {failure.what}; {failure.remedy}" if failure else f"{port}: written")
 
@@ -243,58 +246,14 @@ class Run:
         logs = set((self._bsp / "initrdlog").glob(f"flash_{port}_*_*.log")) - old
         return max(logs, key=lambda file: file.stat().st_mtime, default=None)
 
-    def _call(self, step: Step, watch: Callable[[int], None], look: Callable[[], None]) -> tuple[int, Path]:
-        """Run a command to its end with all that it says in a log; its exit code and the log."""
+    def _call(self, step: Step, watch: Callable[[int], None], look: Callable[[], None]) -> tuple[int, str]:
+        """Run a command to its end; its exit code and what it said, which is in a log too, without secrets."""
         places = {PASSWORD: self._password, TICKET: str((self._folder / "ticket.json").resolve())}
         argv = [places.get(argument, argument) for argument in step.argv]
-        logs = self._folder / "logs"
-        logs.mkdir(exist_ok=True)
-        log = logs / f"{step.name}.log"
-        # In a group of its own, so that it ends as a whole.
-        with (
-            log.open("a") as kept,
-            subprocess.Popen(  # noqa: S603 - the command that the plan shows
-                argv,
-                cwd=self._bsp,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            ) as tool,
-        ):
-            watch(tool.pid)
-            reader = threading.Thread(target=self._keep, args=(tool.stdout, kept))
-            reader.start()
-            try:
-                self._await(tool, look)
-            finally:
-                if tool.poll() is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(tool.pid, signal.SIGTERM)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        tool.wait(_POLL_S * 50)
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(tool.pid, signal.SIGKILL)
-                reader.join()
-                watch(0)
-        look()
-        return tool.returncode, log
-
-    @staticmethod
-    def _await(tool: subprocess.Popen[str], look: Callable[[], None]) -> None:
-        until = time.monotonic() + _STEP_LIMIT_S
-        while time.monotonic() < until:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                tool.wait(_POLL_S)
-                return
-            look()
-
-    def _keep(self, source: Any, kept: Any) -> None:  # noqa: ANN401 - two text files
-        for line in source:
-            kept.write(self._redacted(line))
-            kept.flush()
+        log = self._folder / "logs" / f"{step.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as kept:
+            return tool.call(argv, self._bsp, lambda line: kept.write(self._redacted(line)), watch, look)
 
     def _redacted(self, text: str) -> str:
         return text.replace(self._password, "***").replace(self.ticket.nonce, "***")
@@ -307,18 +266,21 @@ class Run:
         if last is None or last.state == "good":
             self._save((*self.state.boards, BoardRun(port, "flashing", attempts=1)))
         else:
-            fresh = BoardRun(port, "flashing", attempts=last.attempts + 1)
-            self._save(tuple(fresh if one is last else one for one in self.state.boards))
+            self._change(last, BoardRun(port, "flashing", attempts=last.attempts + 1))
 
     def _end(self, port: str, failure: Failure | None, log: str) -> None:
-        self._save(
-            tuple(
-                replace(one, state="failed" if failure else "written", failure=failure.name if failure else "", log=log)
-                if one.port == port and one.state == "flashing"
-                else one
-                for one in self.state.boards
-            )
-        )
+        board = next(one for one in self.state.boards if one.port == port and one.state == "flashing")
+        if failure:
+            self._settle(board, replace(board, state="failed", failure=failure.name, log=log), None)
+        else:
+            self._change(board, replace(board, state="written", log=log))
+
+    def _settle(self, board: BoardRun, ended: BoardRun, report: Report | None) -> None:
+        self._change(board, ended)
+        self.judged.append(Judged(ended, report))
+
+    def _change(self, board: BoardRun, ended: BoardRun) -> None:
+        self._save(tuple(ended if one is board else one for one in self.state.boards))
 
     def _save(self, boards: tuple[BoardRun, ...]) -> None:
         self.state = replace(self.state, boards=boards)
@@ -326,11 +288,10 @@ class Run:
 
     # Waiting until they call home
 
-    def verify(self, listen: tuple[str, int], sysroot: Path, wait_s: float, tell: Tell) -> list[Judged]:
-        """Wait until the written boards have called home; those that got their last word, good or not."""
+    def verify(self, listen: tuple[str, int], sysroot: Path, wait_s: float, tell: Tell) -> None:
+        """Wait until each written board has called home, or the time is over."""
         expected = Expected(self.plan.release, self.plan.wish.ab, self._exam)
         home = Home(self.ticket, expected, self._folder / "keys")
-        judged: list[Judged] = []
         until = time.monotonic() + wait_s
         with listening(home, *listen):
             while waiting := [one for one in self.state.boards if one.state == "written"]:
@@ -347,22 +308,15 @@ class Run:
                         failure=failure.name if failure else "",
                         serial=heard[0].serial if heard else "",
                     )
-                    self._save(tuple(ended if one is board else one for one in self.state.boards))
+                    self._settle(board, ended, heard[0] if heard else None)
                     tell(f"{board.port}: {failure.what}; {failure.remedy}" if failure else f"{board.port}: good")
-                    judged.append(Judged(ended, heard[0] if heard else None))
                 time.sleep(_POLL_S)
-        return judged
 
-    def records(self, judged: Sequence[Judged], at: int) -> list[dict[str, Any]]:
-        """What the inventory keeps of boards that got their last word, and of those that were never written.
-
-        `at` is wall time in Unix seconds.
-        """
-        told = {one.board for one in judged}
-        unwritten = [Judged(one, None) for one in self.state.boards if one.state == "failed" and one not in told]
+    def records(self, at: int) -> list[dict[str, Any]]:
+        """What the inventory keeps of the boards in `judged`; `at` is wall time in Unix seconds."""
         wish, made = self.plan.wish, digest(self.plan)
         found = []
-        for one in (*judged, *unwritten):
+        for one in self.judged:
             report = one.report or Report(self.ticket.run, one.board.serial)
             found.append(
                 {

@@ -225,19 +225,23 @@ def test_a_board_that_was_written_and_does_not_come_home_rightly_is_not_good(
     assert workshop.outcomes() == {"1-1": name}
 
 
+@pytest.mark.parametrize("again", ["verify", "run"])
 @pytest.mark.long
-def test_boards_may_be_written_now_and_verified_later(workshop: Workshop) -> None:
+def test_boards_may_be_written_now_and_verified_later(again: str, workshop: Workshop) -> None:
     workshop.plug("1-1")
-    ended = workshop.flash(*workshop.running(workshop.plan(), "--no-wait"))
+    arguments = workshop.running(workshop.plan())
+    ended = workshop.flash(*arguments, "--no-wait")
     assert ended.returncode == 0, ended.stderr
     assert workshop.outcomes() == {"1-1": "written"}
+    verify = (
+        "verify", str(workshop.runs), "--bundle", str(workshop.bundle), "--listen", f"127.0.0.1:{workshop.port}",
+        "--sysroot", str(workshop.sysroot), "--wait-s", "30",
+    )  # fmt: skip
     with Calls(workshop):
-        later = workshop.flash(
-            "verify", str(workshop.runs), "--bundle", str(workshop.bundle), "--listen", f"127.0.0.1:{workshop.port}",
-            "--sysroot", str(workshop.sysroot), "--wait-s", "30",
-        )  # fmt: skip
+        later = workshop.flash(*(verify if again == "verify" else arguments))
     assert later.returncode == 0, later.stderr
     assert workshop.outcomes() == {"1-1": "good"}
+    assert len(workshop.calls()) == 2
     assert workshop.flash("status", str(workshop.runs), "--sysroot", str(workshop.sysroot)).stdout.count("good") == 1
 
 
