@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from models import callhome
@@ -30,6 +30,7 @@ _UBUNTU = {36: "22.04", 39: "24.04"}
 """Release of Jetson's system -> that of its root file system."""
 _ORIN_AGAIN = (39, 2)
 """JetPack 7.0 and 7.1 (38.x) know no Orin; from here on it is back."""
+_SMALL_UEFI = (36, 4, 3)
 _DATA = "UDA"
 """NVIDIA's name of the partition that belongs to the user."""
 PASSWORD, TICKET = "{throw-away password}", "{ticket of this run}"
@@ -316,11 +317,11 @@ def of_boards(wish: Wish, found: Sequence[Attached]) -> list[Problem]:
     ]
 
 
-def known_issues(release: Sequence[int], module: Module) -> Mapping[str, str]:
-    """What is known to go wrong with this release on this module: failure class -> what helps."""
-    if (36, 4, 3) <= tuple(release) < (39,) and module.name.startswith("orin-nx"):
-        return {
-            "no_boot": "from R36.4.3 on, the small UEFI of the flashing boot hangs on some Orin NX: "
-            "use the full UEFI for RCM boot"
-        }
-    return {}
+def known_issue(plan: Plan, failure: str) -> str:
+    """What is known to fail in this way with this release on this module, and what helps; empty when nothing is."""
+    release = tuple(int(part) for part in plan.release.split("."))
+    if failure == "no_boot" and _SMALL_UEFI <= release < (39,) and plan.wish.module.startswith("orin-nx"):
+        return (
+            "from R36.4.3 on, the small UEFI of the flashing boot hangs on some Orin NX: use the full UEFI for RCM boot"
+        )
+    return ""

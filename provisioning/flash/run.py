@@ -34,7 +34,7 @@ from provisioning.flash.exports import guarded
 from provisioning.flash.facts import users
 from provisioning.flash.failures import FAILURES, Failure
 from provisioning.flash.home import Exam, Expected, Home, listening, new_ticket
-from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step
+from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step, known_issue
 
 _LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
 """In the BSP folder."""
@@ -230,7 +230,11 @@ class Run:
             kept = self._folder / "logs" / f"{port}.log"
             kept.write_text(self._redacted(own or said))
             self._end(port, failure, str(kept))
-            tell(f"{port}: {failure.what}; {failure.remedy}" if failure else f"{port}: written")
+            tell(f"{port}: {self._said(failure) if failure else 'written'}")
+
+    def _said(self, failure: Failure) -> str:
+        issue = known_issue(self.plan, failure.name)
+        return "; ".join(part for part in (failure.what, failure.remedy, issue) if part)
 
     def _judge(self, own: str, front: str, code: int, *, alone: bool) -> Failure | None:
         """What became of one board: by its own log, or where there is none by that of the whole."""
@@ -309,7 +313,7 @@ class Run:
                         serial=heard[0].serial if heard else "",
                     )
                     self._settle(board, ended, heard[0] if heard else None)
-                    tell(f"{board.port}: {failure.what}; {failure.remedy}" if failure else f"{board.port}: good")
+                    tell(f"{board.port}: {self._said(failure) if failure else 'good'}")
                 time.sleep(_POLL_S)
 
     def records(self, at: int) -> list[dict[str, Any]]:

@@ -101,6 +101,14 @@ def bsp() -> Bsp:
             ],
         ),
         (
+            replace(NANO, one_step=True, options=("-k", "kernel-dtb")),
+            [FLASHER.format("") + f" {NVME} {QSPI} -k kernel-dtb --network usb0 jetson-orin-nano-devkit internal"],
+        ),
+        (
+            replace(NANO, one_step=True, options=("--qspi-only",)),
+            [FLASHER.format("") + f" {NVME} {QSPI} --qspi-only --network usb0 jetson-orin-nano-devkit internal"],
+        ),
+        (
             replace(NANO, one_step=True, network="eth0:192.168.0.17/24:192.168.0.21"),
             [
                 FLASHER.format("")
@@ -110,7 +118,7 @@ def bsp() -> Bsp:
     ],
     ids=[
         "emmc", "agx nvme", "nano nvme", "nano super", "offline images", "images only", "rootfs ab", "massflash",
-        "secure boot", "lan",
+        "secure boot", "one partition", "qspi only", "lan",
     ],
 )  # fmt: skip
 def test_each_documented_case_is_planned_word_by_word(wish: Wish, documented: list[str], bsp: Bsp) -> None:
@@ -295,3 +303,11 @@ def test_a_host_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_folder_that_is_no_bsp_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is no BSP folder \(flash.sh is missing\)"):
         read_bsp(tmp_path)
+
+
+def test_what_is_known_to_fail_on_a_module_is_said_there_and_nowhere_else(bsp: Bsp) -> None:
+    nx = plans.make(replace(NANO, module="orin-nx-8gb"), bsp)
+    assert "full UEFI" in plans.known_issue(nx, "no_boot")
+    assert not plans.known_issue(nx, "no_ssh")
+    assert not plans.known_issue(replace(nx, release="36.4.0"), "no_boot")
+    assert not plans.known_issue(plans.make(NANO, bsp), "no_boot")
