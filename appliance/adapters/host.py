@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from appliance.runtime import machine
-
 from models.errors import ConfigError
 
 _STA_UNSYNC = 0x0040
