@@ -43,7 +43,7 @@ class CallHome:
         """Read the ticket; raises OSError, ValueError when that cannot be."""
         self._root, self._file, self._now, self._wait = root, root / TICKET, now, wait
         self._ticket = schema.load(Ticket, json.loads(self._file.read_bytes()))
-        self._daemon = httpx.Client(base_url=daemon_url, timeout=_ASK_S, trust_env=False)
+        self._daemon_url = daemon_url
 
     def run(self) -> int:
         """Call until the workshop accepts; 0 then. It stops only with the service."""
@@ -95,7 +95,7 @@ class CallHome:
         return None
 
     def _ask(self, method: str, path: str, **request: Any) -> dict[str, Any]:  # noqa: ANN401 - httpx's own arguments
-        response = self._daemon.request(method, path, **request)
+        response = httpx.request(method, f"{self._daemon_url}{path}", timeout=_ASK_S, trust_env=False, **request)
         answer: dict[str, Any] = response.json()
         if response.is_error:
             raise ValueError(str(answer.get("error", response.status_code)))

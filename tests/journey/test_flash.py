@@ -255,6 +255,7 @@ def test_images_with_the_appliance_in_them_can_be_made_without_a_board(workshop:
     assert (workshop.bsp / "rootfs/etc/appliance/config.toml").exists()
 
 
+@pytest.mark.long
 def test_what_stands_against_a_run_is_said_before_anything_is_touched(workshop: Workshop) -> None:
     plan = workshop.plan()
     for plugged, said in ((None, "none is on USB"), (BOOTED, "1-1 is booted"), (NX, "1-1 is orin-nx-16gb")):
@@ -270,6 +271,7 @@ def test_what_stands_against_a_run_is_said_before_anything_is_touched(workshop: 
     assert workshop.calls() == []
 
 
+@pytest.mark.long
 def test_images_that_cannot_be_made_are_one_sentence_with_the_log(workshop: Workshop) -> None:
     workshop.plug("1-1")
     workshop.say(images="disk_full")
@@ -301,7 +303,14 @@ def _is_gone(workshop: Workshop) -> bool:
     return False
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
+        signal.SIGKILL,
+    ],
+)
 def test_a_run_that_is_stopped_or_killed_leaves_nothing_open_and_goes_on(
     number: signal.Signals, hanging: subprocess.Popen[str], workshop: Workshop
 ) -> None:
@@ -320,6 +329,7 @@ def test_a_run_that_is_stopped_or_killed_leaves_nothing_open_and_goes_on(
     assert [call["argv"][0] for call in workshop.calls()] == ["--no-flash", "--flash-only", "--flash-only"]
 
 
+@pytest.mark.long
 def test_a_bsp_folder_serves_one_run_at_a_time(hanging: subprocess.Popen[str], workshop: Workshop) -> None:
     assert hanging.poll() is None
     other = [argument.replace(str(workshop.runs), f"{workshop.runs}-2") for argument in workshop.running(
