@@ -166,7 +166,9 @@ def register(trt: Any) -> tuple[Any, ...]:
 def require(trt: Any, names: Collection[str]) -> None:
     """Make the plugins of an engine, named as in `PLUGINS`, known to `trt`; raises BundleError for any other."""
     if unknown := sorted(set(names) - set(PLUGINS)):
-        msg = f"an engine needs the plugin {unknown[0]}; here are {', '.join(PLUGINS)}: compile with `provision compile`"
+        msg = (
+            f"an engine needs the plugin {unknown[0]}; here are {', '.join(PLUGINS)}: compile with `provision compile`"
+        )
         raise BundleError(msg)
     if names:
         register(trt)
@@ -212,6 +214,7 @@ def _plugin(trt: Any) -> Any:  # noqa: C901 (one class of short methods)
             self.plugin_namespace = NAMESPACE
             self.num_outputs = len(self._types)
             self.timing_cache_id = shared.operator.timing_id
+            self._fields = _collection(trt, shared.operator.FIELDS, shared.arrays)
 
         def get_capability_interface(self, type: Any) -> Any:  # noqa: A002 (its name there)
             return self
@@ -243,7 +246,10 @@ def _plugin(trt: Any) -> Any:  # noqa: C901 (one class of short methods)
             return self.clone()
 
         def get_fields_to_serialize(self) -> Any:
-            return _collection(trt, self._shared.operator.FIELDS, self._shared.arrays)
+            return self._fields  # TensorRT keeps its address, no copy
+
+        def set_tactic(self, tactic: int) -> None:
+            """There is one; the bindings fail where this is missing."""
 
         def enqueue(
             self,

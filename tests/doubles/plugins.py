@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import enum
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,7 +183,9 @@ class Layer:
 
     def save(self) -> dict[str, Any]:
         """What a plan keeps of it."""
-        fields = self.plugin.get_fields_to_serialize()
+        held = weakref.ref(self.plugin.get_fields_to_serialize())
+        fields = held()
+        assert fields is not None, "its address is kept, so the plugin must hold it"
         return {
             "name": self.name,
             "plugin": [self.plugin.plugin_name, self.plugin.plugin_version, self.plugin.plugin_namespace],

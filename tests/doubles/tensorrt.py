@@ -330,6 +330,7 @@ def _aligned(memory: Any) -> int:
 
 
 def _enqueue(plugin: Any, described: list[Any], addresses: list[int], inputs: int, stream: int) -> None:
+    plugin.set_tactic(0)
     plugin.on_shape_change(described[:inputs], described[inputs:])
     plugin.enqueue(described[:inputs], described[inputs:], addresses[:inputs], addresses[inputs:], 0, stream)
 

@@ -56,7 +56,7 @@ CAPABILITIES = {
         "supports_format_combination",
         "configure_plugin",
     ),
-    "IPluginV3OneRuntime": ("enqueue", "on_shape_change", "attach_to_context", "get_fields_to_serialize"),
+    "IPluginV3OneRuntime": ("enqueue", "on_shape_change", "attach_to_context", "get_fields_to_serialize", "set_tactic"),
 }
 """Of a class with several bases: base -> which of its members are that base's."""
 _FUNCTIONS = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,15 +16,18 @@ from doubles.tensorrt import StandInTensorRt
 from support import engines, fused_graphs
 
 from kernels.launch import Kernels
+from kernels.plan import source_digest
 from kernels.plugin import PLUGINS
 from kernels.reference import Neck
 from models.engine import Target
 from models.errors import ConfigError
 from models.folder import BundleFolder
 from provisioning import engines as engines_module
+from provisioning import passes
 from provisioning.cache import Cache
 from provisioning.compiled import archs_of, compile_kernels
 from provisioning.engines import Wish, builder, child, compile_bundle
+from provisioning.passes.plugin import plugin as export
 from provisioning.steps import Steps
 
 pytestmark = pytest.mark.unit
@@ -89,6 +93,29 @@ def test_without_triton_the_refusal_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "kernels.compile", None)
     with pytest.raises(ConfigError, match=r"cannot be compiled here .*pip install 'edge-appliance\[kernels\]'"):
         compile_kernels(steps(), {"rec": [MARKED]}, ["sm_87"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed (pip install '.[kernels]')")
+def test_the_real_compilers_kernels_fit_into_a_bundle_and_into_the_nodes_of_its_graph(tmp_path: Path) -> None:
+    made = compile_kernels(steps(), {"rec": [MARKED]}, ["sm_87"])["sm_87"]
+    assert set(made) == {
+        f"{name.removesuffix('.cubin')}.{kind}"
+        for name in fused_graphs.kernels()
+        if name.endswith(".cubin")
+        for kind in ("cubin", "ptx", "json")
+    }
+    folder = BundleFolder(fused_graphs.bundle(tmp_path / "end", MARKED, made))
+    folder.check_content()
+    listed = folder.manifest.kernels["sm_87"]
+    metadata = {name: json.loads(folder.read(blob)) for name, blob in listed.items() if name.endswith(".json")}
+    for name, told in metadata.items():
+        assert told["cubin_sha256"] == listed[name.replace(".json", ".cubin")].sha256
+        assert told["ptx_sha256"] == listed[name.replace(".json", ".ptx")].sha256
+        assert told["source_digest"] == source_digest()
+    exported = passes.save(export(passes.load(MARKED, "it"), "sm_87", made))
+    assert sum(len(content) for content in made.values()) < len(exported) < 8 << 20
 
 
 class Ordered:
