@@ -119,7 +119,7 @@ class Driver:
         """The kernel of that name; raises BundleError when it is not among `kernels`."""
         try:
             metadata = json.loads(kernels[f"{name}.json"])
-            images = [kernels[f"{name}.cubin"]] + [kernels[f"{name}.ptx"]] * (f"{name}.ptx" in kernels)
+            images = [kernels[f"{name}.cubin"], *filter(None, [kernels.get(f"{name}.ptx")])]
             entry, warps, shared = metadata["entry"], metadata["warps"], metadata["shared_bytes"]
         except (ValueError, KeyError) as error:
             msg = f"no compiled kernel {name} ({error}); compile for {self.arch}"

@@ -46,7 +46,7 @@ Fields: TypeAlias = Mapping[str, bytes]
 
 def neck_payload(arch: str, spec: Neck, weights: Weights, kernels: Kernels) -> str:
     """Field `payload` of a ConvAttention for `arch` ("sm_87")."""
-    arrays = {}
+    arrays: dict[str, Array] = {}
     for split, packed in pack_neck_for(arch, spec, weights).items():
         arrays |= {f"w{split}": packed.w, f"b{split}": packed.b}
     return _packed(arrays, {name: one for name, one in kernels.items() if name.startswith(_stem(spec))})
@@ -183,7 +183,7 @@ def _creator(trt: Any, operator: Any) -> Any:
             self.name = operator.NAME
             self.plugin_namespace = NAMESPACE
             self.plugin_version = VERSION
-            self._empty = {"CHAR": np.zeros(0, np.int8), "INT32": np.zeros(0, np.int32)}
+            self._empty: dict[str, Array] = {"CHAR": np.zeros(0, np.int8), "INT32": np.zeros(0, np.int32)}
             self.field_names = _collection(
                 trt, operator.FIELDS, {n: self._empty[k] for n, k in operator.FIELDS.items()}
             )
@@ -304,4 +304,5 @@ def _content(trt: Any, field: Any) -> bytes:
 @functools.cache
 def _reads_fields(trt: Any) -> bool:
     two = np.arange(2, dtype=np.int32)
-    return bool(np.array_equal(trt.PluginField("two", two, trt.PluginFieldType.INT32).data, two))
+    field = trt.PluginField("two", two, trt.PluginFieldType.INT32)
+    return bool(np.array_equal(field.data, two))

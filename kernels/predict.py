@@ -95,8 +95,8 @@ def _waves(module: Module, row: Mapping[str, Any]) -> int:
     """How often the multiprocessors are filled; the head is cut to what there is."""
     if row["op"] == "head":
         return 1
-    form: Form = "v6" if row["form"] == "v6" else "v4"
-    programs = row["batch"] * tiles_of(Neck(form, row["kv_heads"]), row["steps"])
+    form: Form = "v6" if row.get("form") == "v6" else "v4"  # the first files did not say
+    programs: int = row["batch"] * tiles_of(Neck(form, row.get("kv_heads", 2)), row["steps"])
     return math.ceil(programs / module.multiprocessors)
 
 

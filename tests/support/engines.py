@@ -45,7 +45,7 @@ def order(
 def engine(
     trt: StandInTensorRt, folder: Path, graph: bytes, *profiles: Mapping[str, Shapes], exported: bytes = b""
 ) -> Path:
-    """Build `graph`, or `exported` in its place, and lay plan and passport where a bundle has them; the latter's path."""
+    """Build `graph`, or `exported` in its place, and lay plan and passport where a bundle has them; where that is."""
     out = folder / "orin-nano"
     out.mkdir(parents=True, exist_ok=True)
     (out / "g.onnx").write_bytes(exported or graph)

@@ -150,7 +150,7 @@ def in_wheel(wheel: Path, arguments: list[str], environment: Callable[..., Mappi
     with unpacked(wheel) as folder:
         names = environment(LD_LIBRARY_PATH=folder)
         there = {**names, "PYTHONPATH": os.pathsep.join([folder, names["PYTHONPATH"]])}
-        subprocess.run([sys.executable, "-W", "ignore", *arguments], env=there, check=True)
+        subprocess.run([sys.executable, "-X", "faulthandler", "-W", "ignore", *arguments], env=there, check=True)
 
 
 @contextmanager

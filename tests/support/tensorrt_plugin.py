@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+_KEPT: list[Any] = []
+"""Plugins belong to TensorRT: one that Python takes away itself is deleted twice by the bindings of 10.3."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -36,7 +38,9 @@ def ask(trt: Any, plugin: Any) -> list[str]:  # noqa: ANN401 - the library is un
     assert not plugin.supports_format_combination(0, [described], 1)
     described.max = trt.Dims([8, 400, 480])
     plugin.configure_plugin([described], [])
-    twin = plugin.clone().attach_to_context(None)
+    _KEPT.extend([plugin, plugin.clone()])
+    _KEPT.append(_KEPT[-1].attach_to_context(None))
+    twin = _KEPT[-1]
     assert (twin.plugin_name, twin.plugin_version, twin.plugin_namespace) == (plugin.plugin_name, "1", "appliance")
     fields = {one.name: one for one in twin.get_fields_to_serialize()}
     assert {name: one.size > 0 for name, one in fields.items()} == dict.fromkeys(fields, True)
@@ -90,10 +94,12 @@ def fill(name: str, graph: Path) -> None:
         fields = [trt.PluginField(key, arrays[key], kinds[key]) for key in held]
         creator = plugin._creator(trt, operator)  # noqa: SLF001
         made = creator.create_plugin("it", trt.PluginFieldCollection(fields), trt.TensorRTPhase.RUNTIME)
+        _KEPT.append(made)
         again = creator.create_plugin("it", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
         read = again._shared.arrays["payload"].tobytes()  # noqa: SLF001
         assert read == held["payload"].s, "the payload did not come through"
         print(trt.__version__, operator.NAME, *ask(trt, again), f"{len(read)} bytes", flush=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":
