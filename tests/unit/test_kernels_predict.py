@@ -21,7 +21,7 @@ def us(module: Module) -> dict[tuple[str, int, int], float]:
 
 
 def test_one_short_line_takes_the_cycles_that_it_takes_on_the_h200() -> None:
-    row = next(row for row in committed()[0]["rows"] if (row["op"], row["batch"]) == ("neck", 1))
+    row = next(row for row in committed()["rows"] if (row["op"], row["batch"]) == ("neck", 1))
     assert us(NX)["neck", 1, 40] == pytest.approx(row["us"] * 1980 / 918)
 
 
