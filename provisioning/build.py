@@ -5,6 +5,7 @@
     every precision -> gate: compared with the graph as published
 
 All of it in memory: writing is for `provisioning.pack`, after all gates.
+Past 400 lines because the order of all steps is one thing, and what each does is elsewhere.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 A plan is JSON. Names, argument orders and None or False for failure are TensorRT's; tests/unit/test_tensorrt_api.py
 holds the names against a table. Work goes through the stand-in driver, so nothing is computed before the stream is
 waited for. What it cannot show is anything about speed, precision, or what real kernels do.
+Past 400 lines because the library is one thing whose parts know each other; plugins are in a file of their own.
 """
 # ruff: noqa: ANN401, SLF001  (TensorRT's names say what they do; it is untyped; parts of one double know each other)
 
