@@ -26,10 +26,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from machine import READER, ROOT, VERSIONS, Machine, build
 from support.daemon import Daemon, binary_floats, binary_request
 from support.processes import free_port
-
-from build import READER, ROOT, VERSIONS, Machine, build
 
 T = TypeVar("T")
 Disks: TypeAlias = tuple[Path, Path]
