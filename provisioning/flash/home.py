@@ -180,9 +180,7 @@ def listening(home: Home, host: str, port: int) -> Iterator[int]:
     except OSError as error:
         msg = f"cannot listen on {host}:{port} ({error.strerror}): choose another with --listen HOST:PORT"
         raise ConfigError(msg) from error
-    server.daemon_threads = (
-        False  # a board whose reply is on its way gets it, also when nobody waits for boards any more
-    )
+    server.daemon_threads = False  # a board whose reply is on its way gets it, also when the wait is over
     thread = threading.Thread(target=server.serve_forever, name="home")
     thread.start()
     try:
