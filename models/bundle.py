@@ -19,9 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from models import schema
 from models.errors import BundleError
-from models.spec import ModelSpec
+from models.spec import Array, ModelSpec
 
 FORMAT = 1
 TASKS = ("reading", "lines", "classification", "detection", "tensors")
@@ -73,6 +75,26 @@ class Golden:
     outputs: Blob
     tolerance: float
     mismatch: float = 0.0
+
+    def check(self, answers: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+        """Compare answers to the inputs with the outputs as read; raises BundleError for one outside the tolerance."""
+        for name, want in wanted.items():
+            have = answers.get(name)
+            if have is None or have.shape != want.shape:
+                gave = "nothing" if have is None else f"shape {list(have.shape)}"
+                wanted_shape = list(want.shape)
+                msg = f"golden answer {name!r} has shape {wanted_shape}, the graph gave {gave}: build the bundle again"
+                raise BundleError(msg)
+            if np.issubdtype(want.dtype, np.integer):
+                share = float(np.mean(have != want))
+                if share > self.mismatch:
+                    msg = f"golden answer {name!r} differs in {share:.1%} of its elements, allowed: {self.mismatch:.1%}"
+                    raise BundleError(msg)
+            else:
+                off = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
+                if not off <= self.tolerance:  # NaN must fail too
+                    msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {self.tolerance:.3g}"
+                    raise BundleError(msg)
 
 
 @dataclass(frozen=True, slots=True)
