@@ -541,6 +541,7 @@ class Service:
         if known:
             return known
         await inbox.received(order, signer)
+        log.info("order_taken", id=order.id, command=order.command, signer=signer or None)
         self._carried_out = order.id
         try:
             result = await self.execute(order)

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -233,10 +234,12 @@ class Manifest:
     graphs: Mapping[str, Graph]
     provenance: Provenance
     format: int = FORMAT
+    kernels: Mapping[str, Mapping[str, Blob]] = field(default_factory=dict)
+    """Architecture ("sm_87") -> the fused kernels compiled for it: NAME.cubin, NAME.ptx and NAME.json, by file name."""
 
     def __post_init__(self) -> None:
         """Refuse names and digests that could not be what they say."""
-        for name in (self.name, self.version, *self.graphs):
+        for name in (self.name, self.version, *self.graphs, *self.kernels, *chain(*self.kernels.values())):
             check_name(name)
         for name, graph in self.graphs.items():
             if not graph.variants:
@@ -258,6 +261,8 @@ class Manifest:
             for variant in graph.variants.values():
                 for blob in (variant.graph, variant.golden.inputs, variant.golden.outputs):
                     found[blob.sha256] = blob
+        for files in self.kernels.values():
+            found |= {blob.sha256: blob for blob in files.values()}
         return list(found.values())
 
     def to_bytes(self) -> bytes:
