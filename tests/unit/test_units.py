@@ -32,7 +32,7 @@ SINCE: Mapping[int, str] = {
     227: "TasksMax",
     229: "AmbientCapabilities StartLimitBurst",
     230: "StartLimitIntervalSec",
-    231: "MemoryDenyWriteExecute MemoryHigh MemoryMax RestrictRealtime",
+    231: "MemoryDenyWriteExecute MemoryHigh MemoryMax ReadWritePaths RestrictRealtime",
     232: "CPUWeight ProtectControlGroups ProtectKernelModules ProtectKernelTunables RemoveIPC",
     233: "RestrictNamespaces",
     235: """
