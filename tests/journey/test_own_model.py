@@ -108,7 +108,7 @@ def test_a_real_detector_finds_in_int8_what_it_finds_in_float(bench: Workshop, t
     told = bench.provision("new", "--from", "find.onnx", "--json")
     found = json.loads(told.stdout)
     assert (found["task"], found["settings"]["head"], found["shape"]) == ("detection", "yolox", [1, 3, 416, 416])
-    # The search for what stays in float would take minutes, and nothing has to.
+    # Without the search for what stays in float, so that this test is quick: here nothing has to.
     change(tmp_path / "find.toml", count="8\n[graphs.det.int8]\nkeep_float = []")
     built = bench.provision("build", "find.toml", "--out", "served")
     assert built.returncode == 0, built.stderr
