@@ -1,7 +1,7 @@
 """`make vm-test`: boots the image on an emulated arm64 machine and checks from outside.
 
 What it needs, how long it takes and what it does not prove is in docs/image.md.
-Past 400 lines because the checks read best where the machine they are made of is in sight.
+More than 400 lines: everything that one machine goes through, in its order.
 """
 
 from __future__ import annotations
