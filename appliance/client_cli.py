@@ -16,7 +16,7 @@ import httpx
 import typer
 from rich.table import Table
 
-from appliance import __version__, console, token_cli
+from appliance import __version__, console, enroll_cli, token_cli
 from models.errors import ApplianceError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ Url = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 app.add_typer(token_cli.app, name="token")
+app.command("enroll", epilog=enroll_cli.EPILOG)(enroll_cli.enroll)
 
 _POLL_S = 0.5
 DEFAULT_URL = "http://127.0.0.1:8080"

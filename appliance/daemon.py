@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -34,16 +33,18 @@ from appliance import __version__, settings, wire
 from appliance.adapters import host, http
 from appliance.adapters.access import gate_before
 from appliance.adapters.bodies import Bodies
-from appliance.adapters.http1 import Http1, tls_context
+from appliance.adapters.http1 import Http1
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Broker, Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
+from appliance.adapters.tls import Calling, Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
+from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.runtime.machine import machine
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(config: settings.Settings) -> int:
     """Start each part and note how it stops; whatever happens, they stop in reverse."""
     async with contextlib.AsyncExitStack() as stack:
-        tls = tls_context(config.http.tls_certificate, config.http.tls_key, config.http.client_ca)
+        tls = _door(config.http)
         store = Store(config.state_dir)
         stack.callback(store.close)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
@@ -104,6 +105,7 @@ async def _run(config: settings.Settings) -> int:
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
                 "compiling": engines.status(),
+                "identity": upkeep.status(),
                 "faults_enabled": config.faults.enabled,
             }
 
@@ -113,6 +115,7 @@ async def _run(config: settings.Settings) -> int:
         updates = stack.enter_context(contextlib.closing(Updates(config, clock)))
         engines = Engines(config, lambda holder, terms: keeper.lease(holder, terms))  # noqa: PLW0108 - there is no keeper yet
         open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates, engines=engines)
+        upkeep = await stack.enter_async_context(upkept(config, clock, tls.load if tls else None))
         bundles = _bundles(config, memory, lambda folder: updates.present(folder, open_bundle))
         keeper = memory.keeper(bundles)
         service = Service(
@@ -222,7 +225,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _server(app: ASGIApp, config: settings.Settings, tls: ssl.SSLContext | None) -> _Server:
+def _server(app: ASGIApp, config: settings.Settings, tls: Listening | None) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -235,7 +238,7 @@ def _server(app: ASGIApp, config: settings.Settings, tls: ssl.SSLContext | None)
             date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
             lifespan="off",
             timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-            ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
+            ssl_context_factory=(lambda *_uvicorns: tls.context) if tls else None,
         )
     )
 
@@ -374,7 +377,15 @@ def _broker(config: settings.Mqtt) -> Broker:
         password=config.password.get_secret_value(),
         keepalive_s=config.keepalive_s,
         longest_retry_s=config.longest_retry_s,
+        tls=Calling(config.ca, config.certificate, config.key) if config.tls else None,
     )
+
+
+def _door(http: settings.Http) -> Listening | None:
+    """The files of TLS; None for plain HTTP."""
+    if http.tls_certificate is None:
+        return None
+    return Listening(http.tls_certificate, http.tls_key, http.client_ca, http.client_crl)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -11,16 +11,22 @@ import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID, NameOID
 
 from appliance.core.clock import RELEASED_AT
 
+if TYPE_CHECKING:
+    from appliance.settings import Settings
+
 Fault = Literal["", "files", "unreachable", "silent", "plain", "closed", "untrusted", "refused", "other"]
 
 _ANSWER_S = 5.0
+_LATE_SHARE = 1 / 6
+"""Of its life that is left when a certificate should have been renewed long ago."""
 _ALERT_S = 1.0
 """With TLS 1.3 a server judges our certificate after the handshake has ended for us."""
 
@@ -41,8 +47,8 @@ class Check:
 class Trust:
     """What one side of a handshake brings along: PEM files."""
 
-    authority: Path | None = None
-    """Who must have signed the other side's certificate; None for those whom the system trusts."""
+    authority: Path | bytes | None = None
+    """Who must have signed the other side's certificate, also as the content; None for those whom the system trusts."""
     certificate: Path | None = None
     """Our own, with its key unless `key` is given."""
     key: Path | None = None
@@ -78,6 +84,58 @@ class Handshake:
     authorities: tuple[Certificate, ...] = ()
 
 
+def checks(told: Settings, now: float) -> list[Check]:
+    """What this device needs of TLS by its settings: its certificate, the broker, who renews it, who is revoked."""
+    files, mqtt, door = told.identity_files, told.mqtt, told.http
+    found = [check_certificate("certificate", files.certificate, now)]
+    if mqtt.host and mqtt.tls:
+        trust = Trust(mqtt.ca, mqtt.certificate, mqtt.key)
+        found.append(check_tls("tls to the broker", mqtt.host, mqtt.port, trust, now))
+    else:
+        found.append(Check("tls to the broker", "skip", "no broker is spoken to over TLS"))
+    service = urlsplit(files.service.read_text(encoding="utf-8") if files.service.exists() else "")
+    if service.hostname:
+        trust = Trust(files.authority, files.certificate)
+        found.append(check_tls("tls to the enrolment service", service.hostname, service.port or 443, trust, now))
+    if door.client_crl:
+        found.append(_check_list("revoked certificates", door.client_crl, now))
+    return found
+
+
+def check_certificate(name: str, path: Path, now: float) -> Check:
+    """Whether the certificate in a PEM file counts at `now`, and for long enough."""
+    if not path.exists():
+        return Check(name, "skip", "this device is not enrolled")
+    try:
+        own = read_certificates(path.read_bytes())[0]
+    except (OSError, ValueError) as error:
+        return Check(name, "fail", f"{path} cannot be read ({_words(error)})", "mend its rights, or enrol anew")
+    until = f"the certificate of {own.subject} is valid until {day(own.valid_until)}"
+    if now < own.valid_from:
+        reason = f"the certificate of {own.subject} begins on {day(own.valid_from)}, and the clock says {day(now)}"
+        return Check(name, "fail", reason, "set the clock, or wait until it is synchronised")
+    if now >= own.valid_until:
+        reason = f"the certificate of {own.subject} expired on {day(own.valid_until)}, and the clock says {day(now)}"
+        return Check(name, "fail", reason, "enrol anew with a token, or set the clock if that is wrong")
+    if own.valid_until - now < (own.valid_until - own.valid_from) * _LATE_SHARE:
+        return Check(
+            name, "warn", f"{until} and was not renewed when it was time", "`appliance enroll --renew` says why"
+        )
+    return Check(name, "ok", until)
+
+
+def _check_list(name: str, path: Path, now: float) -> Check:
+    try:
+        listed = x509.load_pem_x509_crl(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return Check(name, "fail", f"{path} cannot be read ({_words(error)})", "bring it anew")
+    until = listed.next_update_utc
+    if until is not None and now >= until.timestamp():
+        reason = f"the list of revoked certificates was good until {day(until.timestamp())}: no certificate is taken"
+        return Check(name, "fail", reason, "bring a fresh one: `provision enroll revoked` signs it")
+    return Check(name, "ok", f"{len(listed)} certificates are revoked")
+
+
 def check_tls(name: str, host: str, port: int, trust: Trust, now: float | None = None) -> Check:
     """Shake hands with `host` as the daemon would, and say how that went; `now` is the wall time to judge by."""
     return explain(name, shake_hands(host, port, trust, time.time() if now is None else now))
@@ -86,9 +144,10 @@ def check_tls(name: str, host: str, port: int, trust: Trust, now: float | None =
 def shake_hands(host: str, port: int, trust: Trust, now: float) -> Handshake:
     """Connect, shake hands, hang up. Blocks for some seconds at most; raises nothing of the network or of TLS."""
     try:
-        context = ssl.create_default_context(cafile=trust.authority)
-        authorities = read_certificates(trust.authority) if trust.authority else ()
-        own = read_certificates(trust.certificate)[0] if trust.certificate else None
+        known = trust.authority.read_bytes() if isinstance(trust.authority, Path) else trust.authority
+        context = ssl.create_default_context(cadata=known.decode() if known else None)
+        authorities = read_certificates(known) if known else ()
+        own = read_certificates(trust.certificate.read_bytes())[0] if trust.certificate else None
         if trust.certificate:
             context.load_cert_chain(trust.certificate, trust.key, password="")
     except (OSError, ValueError, IndexError) as error:
@@ -140,7 +199,7 @@ def explain(name: str, found: Handshake) -> Check:
     where = f"{found.host}:{found.port}"
     if not found.fault:
         peer = found.peer
-        until = f", whose certificate is valid until {_day(peer.valid_until)}" if peer else ""
+        until = f", whose certificate is valid until {day(peer.valid_until)}" if peer else ""
         return Check(name, "ok", f"TLS with {where}{until}")
     if found.fault == "untrusted":
         return Check(name, "fail", *_untrusted(found, where))
@@ -174,7 +233,7 @@ _OTHER_NAME = {62, 64}
 
 def _untrusted(found: Handshake, where: str) -> tuple[str, str]:
     """Why we do not believe the other side, and what to do."""
-    peer, today = found.peer, _day(found.now)
+    peer, today = found.peer, day(found.now)
     if found.now < RELEASED_AT and found.code in {_NOT_YET, _LIST_NOT_YET, _EXPIRED}:
         return (
             f"the clock of this machine says {today}, when no certificate of {where} was valid yet",
@@ -185,9 +244,9 @@ def _untrusted(found: Handshake, where: str) -> tuple[str, str]:
         who = wrong[0] if wrong else peer
         what = f"the certificate of {who.subject}" if who else f"a certificate that {where} shows"
         if found.code == _NOT_YET:
-            since = f" on {_day(who.valid_from)}" if who else ""
+            since = f" on {day(who.valid_from)}" if who else ""
             return f"{what} becomes valid only{since}, and the clock says {today}", "set the clock that is wrong"
-        since = f" on {_day(who.valid_until)}" if who else ""
+        since = f" on {day(who.valid_until)}" if who else ""
         return f"{what} expired{since}, and the clock says {today}", "renew it, or set the clock if that is wrong"
     if found.code == _REVOKED:
         return f"the certificate of {where} was revoked", "give it a new one, or ask who revoked it"
@@ -241,8 +300,8 @@ def _refused(found: Handshake, where: str) -> tuple[str, str]:
     """Why the other side does not believe us; its alert may be as dumb as "bad certificate"."""
     own = found.own
     if own and not own.valid_from <= found.now < own.valid_until:
-        valid = f"from {_day(own.valid_from)} to {_day(own.valid_until)}"
-        reason = f"{where} refused our certificate, which is valid {valid}, and the clock says {_day(found.now)}"
+        valid = f"from {day(own.valid_from)} to {day(own.valid_until)}"
+        reason = f"{where} refused our certificate, which is valid {valid}, and the clock says {day(found.now)}"
         return reason, "renew it, or set the clock if that is wrong"
     for alert, (reason, remedy) in _ALERTS.items():
         if alert in found.detail:
@@ -255,9 +314,9 @@ def _refused(found: Handshake, where: str) -> tuple[str, str]:
     )
 
 
-def read_certificates(path: Path) -> tuple[Certificate, ...]:
-    """What is written in the certificates of a PEM file; raises OSError, ValueError."""
-    return tuple(_read(one) for one in x509.load_pem_x509_certificates(path.read_bytes()))
+def read_certificates(pem: bytes) -> tuple[Certificate, ...]:
+    """What is written in the certificates of a PEM file's content; raises ValueError where there are none."""
+    return tuple(_read(one) for one in x509.load_pem_x509_certificates(pem))
 
 
 def _read(one: x509.Certificate) -> Certificate:
@@ -284,5 +343,6 @@ def _words(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) + " UTC"
+def day(at: float) -> str:
+    """A time in Unix seconds, for people."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))

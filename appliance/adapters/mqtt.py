@@ -18,6 +18,7 @@ import os
 import queue
 import random
 import select
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -33,6 +34,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
+from appliance.adapters.tls import Calling
 from appliance.service import Service
 
 log = structlog.get_logger()
@@ -56,6 +58,8 @@ class Broker:
     password: str = field(default="", repr=False)
     keepalive_s: int = 30
     longest_retry_s: float = 60.0
+    tls: Calling | None = None
+    """None for plain text. Read anew at each connection, so that a renewed certificate is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +214,8 @@ class Mqtt:
         )
         if self._broker.username:
             client.username_pw_set(self._broker.username, self._broker.password)
+        if self._broker.tls:
+            client.tls_set_context(self._broker.tls.context())
         client.will_set(f"{self._prefix}/availability", b"offline", qos=1, retain=True)
         client.on_connect = self._on_connect
         client.on_message = self._on_message
@@ -237,11 +243,12 @@ class Mqtt:
         poll = select.poll()  # unlike select it takes descriptors above 1023, which many clients at once bring about
         poll.register(self._wake_fd, select.POLLIN)
         poll.register(sock, select.POLLIN | (select.POLLOUT if client.want_write() else 0))
-        events = dict(poll.poll(_POLL_S * 1000))
+        unread = isinstance(sock, ssl.SSLSocket) and sock.pending() > 0  # decrypted: the system knows nothing of it
+        events = dict(poll.poll(0 if unread else _POLL_S * 1000))
         if self._wake_fd in events:
             os.eventfd_read(self._wake_fd)
         happened = events.get(sock.fileno(), 0)
-        if happened & ~select.POLLOUT:
+        if unread or happened & ~select.POLLOUT:
             code = client.loop_read()
             if code is not MQTTErrorCode.MQTT_ERR_SUCCESS:
                 return code
