@@ -9,6 +9,7 @@ import contextlib
 import socket
 import ssl
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -84,47 +85,42 @@ class Handshake:
     authorities: tuple[Certificate, ...] = ()
 
 
-def checks(told: Settings, now: float) -> list[Check]:
-    """What this device needs of TLS by its settings: its certificate, the broker, who renews it, who is revoked."""
-    files, mqtt, door = told.identity_files, told.mqtt, told.http
-    found = [check_certificate("certificate", files.certificate, now)]
+def checks(told: Settings, now: float) -> Iterator[Check]:
+    """What this device needs of TLS by its settings: its identity, the broker, who renews it, who is revoked."""
+    files, mqtt = told.identity_files, told.mqtt
+    yield check_identity(files.certificate, now)
     if mqtt.host and mqtt.tls:
-        trust = Trust(mqtt.ca, mqtt.certificate, mqtt.key)
-        found.append(check_tls("tls to the broker", mqtt.host, mqtt.port, trust, now))
-    else:
-        found.append(Check("tls to the broker", "skip", "no broker is spoken to over TLS"))
+        yield check_tls("broker tls", mqtt.host, mqtt.port, Trust(mqtt.ca, mqtt.certificate, mqtt.key), now)
     service = urlsplit(files.service.read_text(encoding="utf-8") if files.service.exists() else "")
     if service.hostname:
         trust = Trust(files.authority, files.certificate)
-        found.append(check_tls("tls to the enrolment service", service.hostname, service.port or 443, trust, now))
-    if door.client_crl:
-        found.append(_check_list("revoked certificates", door.client_crl, now))
-    return found
+        yield check_tls("enrolment", service.hostname, service.port or 443, trust, now)
+    if told.http.client_crl:
+        yield _check_list(told.http.client_crl, now)
 
 
-def check_certificate(name: str, path: Path, now: float) -> Check:
-    """Whether the certificate in a PEM file counts at `now`, and for long enough."""
+def check_identity(path: Path, now: float) -> Check:
+    """Whether the certificate that `appliance enroll` brought counts at `now`, and for long enough."""
     if not path.exists():
-        return Check(name, "skip", "this device is not enrolled")
+        return Check("identity", "skip", "this device is not enrolled")
     try:
-        own = read_certificates(path.read_bytes())[0]
+        own = read_certificates(path)[0]
     except (OSError, ValueError) as error:
-        return Check(name, "fail", f"{path} cannot be read ({_words(error)})", "mend its rights, or enrol anew")
+        return Check("identity", "fail", f"{path} cannot be read ({_words(error)})", "mend its rights, or enrol anew")
     until = f"the certificate of {own.subject} is valid until {day(own.valid_until)}"
     if now < own.valid_from:
         reason = f"the certificate of {own.subject} begins on {day(own.valid_from)}, and the clock says {day(now)}"
-        return Check(name, "fail", reason, "set the clock, or wait until it is synchronised")
+        return Check("identity", "fail", reason, "set the clock, or wait until it is synchronised")
     if now >= own.valid_until:
         reason = f"the certificate of {own.subject} expired on {day(own.valid_until)}, and the clock says {day(now)}"
-        return Check(name, "fail", reason, "enrol anew with a token, or set the clock if that is wrong")
+        return Check("identity", "fail", reason, "enrol anew with a token, or set the clock if that is wrong")
     if own.valid_until - now < (own.valid_until - own.valid_from) * _LATE_SHARE:
-        return Check(
-            name, "warn", f"{until} and was not renewed when it was time", "`appliance enroll --renew` says why"
-        )
-    return Check(name, "ok", until)
+        return Check("identity", "warn", f"{until}, and renewing it is overdue", "`appliance enroll --renew` says why")
+    return Check("identity", "ok", until)
 
 
-def _check_list(name: str, path: Path, now: float) -> Check:
+def _check_list(path: Path, now: float) -> Check:
+    name = "revoked certificates"
     try:
         listed = x509.load_pem_x509_crl(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -146,8 +142,8 @@ def shake_hands(host: str, port: int, trust: Trust, now: float) -> Handshake:
     try:
         known = trust.authority.read_bytes() if isinstance(trust.authority, Path) else trust.authority
         context = ssl.create_default_context(cadata=known.decode() if known else None)
-        authorities = read_certificates(known) if known else ()
-        own = read_certificates(trust.certificate.read_bytes())[0] if trust.certificate else None
+        authorities = _written(known) if known else ()
+        own = read_certificates(trust.certificate)[0] if trust.certificate else None
         if trust.certificate:
             context.load_cert_chain(trust.certificate, trust.key, password="")
     except (OSError, ValueError, IndexError) as error:
@@ -314,8 +310,12 @@ def _refused(found: Handshake, where: str) -> tuple[str, str]:
     )
 
 
-def read_certificates(pem: bytes) -> tuple[Certificate, ...]:
-    """What is written in the certificates of a PEM file's content; raises ValueError where there are none."""
+def read_certificates(path: Path) -> tuple[Certificate, ...]:
+    """What is written in the certificates of a PEM file; raises OSError, and ValueError where there are none."""
+    return _written(path.read_bytes())
+
+
+def _written(pem: bytes) -> tuple[Certificate, ...]:
     return tuple(_read(one) for one in x509.load_pem_x509_certificates(pem))
 
 

@@ -14,7 +14,7 @@ from support.processes import free_port
 
 from appliance import doctor_tls, settings
 from appliance.adapters.tls import Listening
-from appliance.doctor_tls import Certificate, Handshake, Trust, check_certificate, check_tls, explain, shake_hands
+from appliance.doctor_tls import Certificate, Handshake, Trust, check_identity, check_tls, explain, shake_hands
 
 pytestmark = pytest.mark.unit
 
@@ -152,11 +152,11 @@ def test_a_real_handshake_judged_by_a_board_of_1970_blames_the_clock(fleet: Flee
 
 def test_the_own_certificate_is_told_of_before_it_is_too_late(fleet: Fleet, tmp_path: Path) -> None:
     path, now = fleet.device("press-5").certificate, time.time()
-    seen = {days: check_certificate("certificate", path, now + days * DAY_S) for days in (0, 80, 91, -100)}
+    seen = {days: check_identity(path, now + days * DAY_S) for days in (0, 80, 91, -100)}
     assert [found.verdict for found in seen.values()] == ["ok", "warn", "fail", "fail"]
     assert "expired on" in seen[91].reason
     assert "and the clock says" in seen[-100].reason
-    assert check_certificate("certificate", tmp_path / "none", now).verdict == "skip"
+    assert check_identity(tmp_path / "none", now).verdict == "skip"
 
 
 def test_the_checks_of_a_device_follow_its_settings(fleet: Fleet, tmp_path: Path) -> None:
@@ -166,13 +166,13 @@ def test_the_checks_of_a_device_follow_its_settings(fleet: Fleet, tmp_path: Path
         return settings.load(profile="cpu", config=tmp_path / "config.toml", flags=flags)
 
     bare = doctor_tls.checks(told(state_dir=tmp_path), time.time())
-    assert [found.verdict for found in bare] == ["skip", "skip"]
+    assert [found.verdict for found in bare] == ["skip"]
     state = fleet.device("press-6").folder.parent
     full = told(state_dir=state, identity={"http": True, "mqtt": True}, mqtt={"host": "127.0.0.1", "port": free_port()})
     found = {one.name: one for one in doctor_tls.checks(full, time.time())}
     assert {name: one.verdict for name, one in found.items()} == {
-        "certificate": "ok",
-        "tls to the broker": "fail",
+        "identity": "ok",
+        "broker tls": "fail",
         "revoked certificates": "ok",
     }
     late = {one.name: one for one in doctor_tls.checks(full, time.time() + 91 * DAY_S)}
