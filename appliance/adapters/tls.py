@@ -59,8 +59,13 @@ class Calling:
     key: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """What the files hold now; raises OSError when they cannot be used."""
-        context = ssl.create_default_context(cafile=self.ca)
-        if self.certificate:
-            context.load_cert_chain(self.certificate, self.key, password="")
+        """What the files hold now; raises OSError, with a sentence, when they cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate:
+                context.load_cert_chain(self.certificate, self.key, password="")
+        except OSError as error:
+            files = ", ".join(str(path) for path in (self.ca, self.certificate, self.key) if path)
+            msg = f"the TLS files {files} cannot be used ({error.strerror}): give others, or enrol this device"
+            raise OSError(error.errno, msg) from error
         return context
