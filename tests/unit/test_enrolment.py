@@ -43,6 +43,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
+def ageing(tmp_path: Path) -> Iterator[Fleet]:
+    """A fleet of one test, whose clock that test may set."""
+    with Fleet(tmp_path / "ageing") as served:
+        yield served
+
+
+@pytest.fixture
 def here(tmp_path: Path) -> Identity:
     """A device that has no certificate yet."""
     return Identity(files(tmp_path))
@@ -327,56 +334,47 @@ def keep(fleet: Fleet, folder: Path, days_ahead: float) -> upkeep.Upkeep:
 
 
 def test_the_daemon_renews_when_two_thirds_have_passed_and_not_before(
-    fleet: Fleet, here: Identity, tmp_path: Path
+    ageing: Fleet, here: Identity, tmp_path: Path
 ) -> None:
-    enrol(fleet, here, "press-27")
+    enrol(ageing, here, "press-27")
     first = certificate(tmp_path).serial_number
-    try:
-        assert keep(fleet, tmp_path, 59).look() == ""
-        assert certificate(tmp_path).serial_number == first
-        later = keep(fleet, tmp_path, 68)
-        assert later.look() == ""
-        assert certificate(tmp_path).serial_number != first
-        status = later.status()
-        assert status
-        assert status["name"] == "press-27"
-        renewed = certificate(tmp_path).serial_number
-        assert later.look() == ""
-        assert certificate(tmp_path).serial_number == renewed
-    finally:
-        fleet.days_ahead = 0
+    assert keep(ageing, tmp_path, 59).look() == ""
+    assert certificate(tmp_path).serial_number == first
+    later = keep(ageing, tmp_path, 68)
+    assert later.look() == ""
+    assert certificate(tmp_path).serial_number != first
+    status = later.status()
+    assert status
+    assert status["name"] == "press-27"
+    renewed = certificate(tmp_path).serial_number
+    assert later.look() == ""
+    assert certificate(tmp_path).serial_number == renewed
 
 
 @pytest.mark.parametrize(
     ("days_ahead", "reason"), [(91, "enrol anew with a token"), (-20_000, "before the certificate begins")]
 )
 def test_a_daemon_that_cannot_renew_says_why_and_does_not_ask(
-    fleet: Fleet, here: Identity, tmp_path: Path, days_ahead: float, reason: str
+    ageing: Fleet, here: Identity, tmp_path: Path, days_ahead: float, reason: str
 ) -> None:
-    enrol(fleet, here, "press-28" if days_ahead > 0 else "press-29")
+    enrol(ageing, here, "press-28" if days_ahead > 0 else "press-29")
     files(tmp_path).service.write_text("https://127.0.0.1:1")  # nobody is there
-    try:
-        assert reason in keep(fleet, tmp_path, days_ahead).look()
-    finally:
-        fleet.days_ahead = 0
+    assert reason in keep(ageing, tmp_path, days_ahead).look()
 
 
 def test_a_renewal_that_fails_leaves_the_old_certificate_and_is_tried_again_later(
-    fleet: Fleet, here: Identity, tmp_path: Path
+    ageing: Fleet, here: Identity, tmp_path: Path
 ) -> None:
-    enrol(fleet, here, "press-30")
+    enrol(ageing, here, "press-30")
     files(tmp_path).service.write_text("https://127.0.0.1:1")
     before = files(tmp_path).certificate.read_bytes()
-    try:
-        kept = keep(fleet, tmp_path, 80)
-        with pytest.raises(IdentityError, match="the enrolment service cannot be asked, because"):
-            kept.look()
-        assert files(tmp_path).certificate.read_bytes() == before
-        files(tmp_path).service.write_text(fleet.url)
-        assert kept.look() == ""  # not yet: it waits a while
-        assert files(tmp_path).certificate.read_bytes() == before
-    finally:
-        fleet.days_ahead = 0
+    kept = keep(ageing, tmp_path, 80)
+    with pytest.raises(IdentityError, match="the enrolment service cannot be asked, because"):
+        kept.look()
+    assert files(tmp_path).certificate.read_bytes() == before
+    files(tmp_path).service.write_text(ageing.url)
+    assert kept.look() == ""  # not yet: it waits a while
+    assert files(tmp_path).certificate.read_bytes() == before
 
 
 def test_a_running_upkeep_takes_up_files_that_changed_and_tells_what_is_wrong(
@@ -424,7 +422,7 @@ def test_a_revoked_device_is_refused_by_the_door_that_takes_up_the_list_and_by_t
         fleet.authority.revoke("press-32", time.time())
         assert Identity(guard).fetch_revoked()
         door.load()
-        with pytest.raises((ssl.SSLError, ConnectionError), match=r"REVOKED|reset"):
+        with pytest.raises((ssl.SSLError, ConnectionError), match=r"REVOKED|reset|roken"):
             shake(port)
     with pytest.raises(IdentityError, match="counts no more"):
         here.renew()
