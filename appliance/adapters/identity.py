@@ -91,13 +91,14 @@ class Identity:
         """Get a new certificate, for a new key, by showing the old one; raises IdentityError, keeping the old one."""
         with self._alone():
             facts = self._known()
-            issued = self._service(facts).issue(RENEW, Ask(self._request(facts.name)))
+            service = _Service(facts.service, Trust(self._files.authority, self._files.certificate))
+            issued = service.issue(RENEW, Ask(self._request(facts.name)))
             return self._accept(issued, self._files.authority.read_bytes(), facts.service)
 
     def fetch_revoked(self) -> bool:
         """Bring the list of revoked certificates up to date; whether it changed. Raises IdentityError."""
         with self._alone():
-            content = self._service(self._known()).get(REVOKED)
+            content = _Service(self._known().service, Trust(self._files.authority)).get(REVOKED)
             found = _checked_list(content, self._files.authority.read_bytes())
             with contextlib.suppress(OSError, ValueError):
                 kept = x509.load_pem_x509_crl(self._files.revoked.read_bytes())
@@ -116,9 +117,6 @@ class Identity:
                 "`appliance enroll --request FILE`"
             )
         return facts
-
-    def _service(self, facts: Facts) -> _Service:
-        return _Service(facts.service, Trust(self._files.authority, self._files.certificate))
 
     def _request(self, name: str) -> str:
         key = self._pending()
