@@ -151,11 +151,13 @@ def shake_hands(host: str, port: int, trust: Trust, now: float) -> Handshake:
     fault, code, detail, peer = _shake(host, port, context)
     if fault in {"untrusted", "refused"} and peer is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only to see what it shows
-        peer = _shake(host, port, context)[3]
+        peer = _shake(host, port, context, alert_s=0.0)[3]
     return Handshake(host, port, now, fault, code, detail, peer, own, authorities)
 
 
-def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[Fault, int, str, Certificate | None]:
+def _shake(
+    host: str, port: int, context: ssl.SSLContext, alert_s: float | None = None
+) -> tuple[Fault, int, str, Certificate | None]:
     peer: Certificate | None = None
     try:
         plain = socket.create_connection((host, port), _ANSWER_S)
@@ -165,8 +167,8 @@ def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[Fault, int, s
         with context.wrap_socket(plain, server_hostname=host) as tls:
             shown = tls.getpeercert(binary_form=True)
             peer = _read(x509.load_der_x509_certificate(shown)) if shown else None
-            tls.settimeout(_ALERT_S)
-            with contextlib.suppress(TimeoutError):  # it waits for us to speak: content
+            tls.settimeout(_ALERT_S if alert_s is None else alert_s)
+            with contextlib.suppress(TimeoutError, ssl.SSLWantReadError):  # it waits for us to speak: content
                 if not tls.recv(1):
                     return "closed", 0, "", peer
     except ssl.SSLCertVerificationError as error:
@@ -212,7 +214,10 @@ def explain(name: str, found: Handshake) -> Check:
             f"{where} does not speak TLS on this port",
             "give its TLS port (MQTT: usually 8883), or turn TLS off",
         ),
-        "closed": (f"{where} hung up without a word", "see its log: it may not speak TLS, or not want us"),
+        "closed": (
+            f"{where} hung up {'after the handshake' if found.peer else 'at once, as what knows no TLS does'}",
+            "see its log; give its TLS port (MQTT: usually 8883)",
+        ),
         "other": (f"TLS with {where} failed ({found.detail})", "see the other side's log"),
     }[found.fault]
     return Check(name, "fail", reason, remedy)

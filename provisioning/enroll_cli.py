@@ -132,9 +132,9 @@ def status(
         until = "REVOKED" if one.revoked_at else time.strftime("%Y-%m-%d", time.gmtime(one.valid_until))
         table.add_row(one.name, one.kind, until if one.revoked_at or one.counts(now) else f"{until} EXPIRED", serial)
     _out.print(table)
-    for one in waiting:
-        hours = (one.expires_at - now) / 3600
-        _out.print(f"a token for {one.device or 'any free name'} opens for {hours:.0f} h", markup=False)
+    for token_ in waiting:
+        hours = (token_.expires_at - now) / 3600
+        _out.print(f"a token for {token_.device or 'any free name'} opens for {hours:.0f} h", markup=False)
     _out.print(f"fingerprint: {opened.fingerprint}", markup=False)
 
 

@@ -89,9 +89,16 @@ def test_a_server_that_vouches_for_itself(fleet: Fleet, tmp_path: Path) -> None:
     assert "127.0.0.1 vouches for itself" in sentence(Listening(path).context, Trust(fleet.ca))
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x20\x02\x00\x05"], ids=["HTTP", "MQTT"])
-def test_a_port_where_nobody_speaks_tls(fleet: Fleet, answer: bytes) -> None:
-    assert sentence(None, Trust(fleet.ca), answer) == "127.0.0.1 does not speak TLS on this port"
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak TLS on this port"),
+        (b"\x20", "hung up at once, as what knows no TLS does"),
+    ],
+    ids=["HTTP", "MQTT"],
+)
+def test_a_port_where_nobody_speaks_tls(fleet: Fleet, answer: bytes, said: str) -> None:
+    assert sentence(None, Trust(fleet.ca), answer) == f"127.0.0.1 {said}"
 
 
 def test_a_port_where_somebody_hangs_up_or_says_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
