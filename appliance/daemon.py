@@ -89,8 +89,7 @@ async def _run(config: settings.Settings) -> int:
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
-        clock = host.WallClock()
-        started_at = clock()
+        started_at = (clock := host.WallClock())()
 
         def facts() -> dict[str, Any]:
             return {
