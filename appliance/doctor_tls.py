@@ -214,13 +214,17 @@ def explain(name: str, found: Handshake) -> Check:
             f"{where} does not speak TLS on this port",
             "give its TLS port (MQTT: usually 8883), or turn TLS off",
         ),
-        "closed": (
-            f"{where} hung up {'after the handshake' if found.peer else 'at once, as what knows no TLS does'}",
-            "see its log; give its TLS port (MQTT: usually 8883)",
-        ),
+        "closed": (f"{where} hung up {_when(found)}", "see its log; give its TLS port (MQTT: usually 8883)"),
         "other": (f"TLS with {where} failed ({found.detail})", "see the other side's log"),
     }[found.fault]
     return Check(name, "fail", reason, remedy)
+
+
+def _when(found: Handshake) -> str:
+    if found.peer is None:
+        return "at once, as what knows no TLS does"
+    # Servers on an event loop, ours too, often end a handshake without telling why.
+    return f"on seeing our certificate of {found.own.subject}" if found.own else "after the handshake"
 
 
 _NOT_YET, _EXPIRED, _REVOKED = 9, 10, 23
