@@ -35,18 +35,20 @@ from appliance.adapters.access import gate_before
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
 from appliance.adapters.metrics import Metrics
-from appliance.adapters.mqtt import Broker, Mqtt
+from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
-from appliance.adapters.tls import Calling, Listening
+from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
+from appliance.fleet import door_to_broker
 from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
+from appliance.orders import Orders, changed_by_order
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from appliance.updates import Updates
@@ -85,6 +87,7 @@ async def _run(config: settings.Settings) -> int:
         tls = _door(config.http)
         store = Store(config.state_dir)
         stack.callback(store.close)
+        given, config = config, changed_by_order(config, store)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
@@ -125,9 +128,10 @@ async def _run(config: settings.Settings) -> int:
             keeper=keeper,
             reread=partial(_reread, open_bundle=open_bundle),
         )
-        mqtt = Mqtt(_broker(config.mqtt), service, now=clock) if config.mqtt.host else None
+        mqtt = stack.enter_context(door_to_broker(config, service, clock))
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
+        service.orders |= Orders(service, given, store, now=clock, parts=(updates, mqtt)).by_name()
         bodies = Bodies(each_bytes=config.http.body_limit_bytes, all_bytes=config.http.bodies_limit_bytes)
         app = gate_before(
             http.build(service, Metrics(service), bodies, clock), config.http, TokenFile(config.state_dir)
@@ -147,11 +151,7 @@ async def _run(config: settings.Settings) -> int:
         service.start()
         readiness()
         stack.push_async_callback(stop_service)
-        if mqtt:
-            mqtt.start()
-            stack.push_async_callback(mqtt.stop)
-        else:
-            log.info("mqtt_off", why="no broker is configured (mqtt.host)")
+        _start_mqtt(stack, mqtt)
         _say_serving(listener, config, service)
         updates.start(service, open_bundle, engines)
         stack.push_async_callback(updates.stop)
@@ -186,6 +186,15 @@ def _make_engines(
     if engines.makes:
         making = asyncio.get_running_loop().create_task(engines.catch_up(served_without, serve_anew))
         stack.callback(making.cancel)
+
+
+def _start_mqtt(stack: contextlib.AsyncExitStack, mqtt: Mqtt | None) -> None:
+    """Connect to the broker, where there is one, until `stack` is left."""
+    if mqtt:
+        mqtt.start()
+        stack.push_async_callback(mqtt.stop)
+    else:
+        log.info("mqtt_off", why="no broker is configured (mqtt.host)")
 
 
 def _say_serving(listener: socket.socket, config: settings.Settings, service: Service) -> None:
@@ -366,18 +375,6 @@ def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
     if order.runtime != _EVERYWHERE:
         ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
     return ways
-
-
-def _broker(config: settings.Mqtt) -> Broker:
-    return Broker(
-        host=config.host,
-        port=config.port,
-        username=config.username,
-        password=config.password.get_secret_value(),
-        keepalive_s=config.keepalive_s,
-        longest_retry_s=config.longest_retry_s,
-        tls=Calling(config.ca, config.certificate, config.key) if config.tls else None,
-    )
 
 
 def _door(http: settings.Http) -> Listening | None:

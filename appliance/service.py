@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +19,7 @@ import structlog
 
 from appliance import __version__, wire
 from appliance.core.budget import Admission
-from appliance.core.command import CHANGING, Command, CommandResult, read
+from appliance.core.command import CHANGING, LARGEST_BYTES, Command, CommandResult, read
 from appliance.core.faults import Fault
 from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
@@ -34,6 +34,8 @@ from models.errors import (
     ApplianceError,
     BadInput,
     BundleError,
+    CallerError,
+    ConfigError,
     DeadlineExceeded,
     Forbidden,
     InsufficientMemory,
@@ -41,6 +43,7 @@ from models.errors import (
     NotFound,
     NotReady,
     TooLarge,
+    Unavailable,
 )
 from models.spec import ModelSpec, Tensor, TensorSpec, check_request, pack_bytes
 
@@ -258,8 +261,10 @@ class Bundle:
 Mirror: TypeAlias = Callable[[InferRequest, InferResponse], None]
 """Shown an answered request on the event loop, before the answer leaves; must be quick, and copy what it keeps."""
 
-Order: TypeAlias = Callable[[Command], Mapping[str, Any]]
-"""Carries out an order on the event loop and returns its result; raises ApplianceError where it cannot be done."""
+Answer: TypeAlias = Mapping[str, Any] | CommandResult
+Order: TypeAlias = Callable[[Command], Answer | Awaitable[Answer]]
+"""Carries out an order on the event loop and returns its result, or the whole answer where that is not `done`; raises
+ApplianceError where it cannot be done."""
 
 
 class Candidate:
@@ -312,6 +317,8 @@ class Service:
         self.inbox: Inbox | None = None
         """Remembers orders across restarts, and knows whose signature counts; None where none is set up."""
         self._ordering = asyncio.Lock()
+        self._carried_out = ""
+        """Id of the order that changes the device now."""
         self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
         self._facts, self._faults, self._reread = facts, faults, reread
@@ -472,8 +479,8 @@ class Service:
         response = await self._run(request)
         if not as_documents:
             return response
-        documents = [orjson.dumps(document) for document in _documents(response)]
-        result = Tensor("result", "BYTES", (len(documents),), pack_bytes(documents))
+        texts = [orjson.dumps(document) for document in documents(response)]
+        result = Tensor("result", "BYTES", (len(texts),), pack_bytes(texts))
         return InferResponse(response.origin, [result], response.timing_ms, response.together)
 
     async def predict(self, request: InferRequest) -> dict[str, Any]:
@@ -482,7 +489,7 @@ class Service:
         if not self._bundle(request.model, request.version).takes_pictures(request.model):
             msg = f"model {request.model!r} takes raw tensors, not pictures: use POST /v2/models/{request.model}/infer"
             raise BadInput(msg)
-        document = _documents(await self._run(request))[0]
+        document = documents(await self._run(request))[0]
         document["timing_ms"]["total"] = round((time.monotonic() - started) * 1e3, 3)
         return document
 
@@ -492,58 +499,86 @@ class Service:
         """Read an order as it came through a door, in an envelope or bare, and carry it out.
 
         `now` is wall time in Unix seconds. `authorized` says that the door knows whoever gives it as an administrator;
-        a signature stands for that, too. Orders wait for each other.
+        a signature stands for that, too. Orders that change the device wait for each other.
         """
+        if len(payload) > LARGEST_BYTES:
+            reason = f"the order has {len(payload)} bytes: {LARGEST_BYTES} are the most that is read"
+            return CommandResult("", "refused", reason)
+        try:
+            content, signer = await self.inbox.opened(payload) if self.inbox else (payload, "")
+        except Forbidden as error:
+            return CommandResult("", "refused", str(error))
+        if self.inbox:
+            now = max(now, self.inbox.floor())
+        order = read(
+            content, device_id=self.device_id, now=now, retained=retained, authorized=authorized, signer=signer
+        )
+        if isinstance(order, CommandResult):
+            return order
+        if self.inbox is None or order.command not in CHANGING:
+            return await self.execute(order)
         async with self._ordering:
             try:
-                content, signer = await self.inbox.opened(payload) if self.inbox else (payload, "")
-            except Forbidden as error:
-                return CommandResult("", "refused", str(error))
-            if self.inbox:
-                now = max(now, self.inbox.floor())
-            order = read(
-                content, device_id=self.device_id, now=now, retained=retained, authorized=authorized, signer=signer
-            )
-            if isinstance(order, CommandResult):
-                return order
-            if self.inbox is None or order.command not in CHANGING:
-                return self.execute(order)
-            try:
-                known = await self.inbox.known(order, signer)
-                if known:
-                    return known
-                await self.inbox.received(order, signer)
-                result = self.execute(order)
-                await self.inbox.done(order, signer, result)
-            except OSError as error:
+                return await self._once(order, signer, self.inbox)
+            except (OSError, ConfigError) as error:
                 return CommandResult(order.id, "failed", f"{error}: nothing is done that is not written down")
-            return result
 
-    def execute(self, command: Command) -> CommandResult:
+    async def _once(self, order: Command, signer: str, inbox: Inbox) -> CommandResult:
+        """Carry out an order that changes the device, unless that was done or begun before."""
+        known = await inbox.known(order, signer)
+        if known:
+            return known
+        await inbox.received(order, signer)
+        self._carried_out = order.id
+        try:
+            result = await self.execute(order)
+            if result.status != "unknown":
+                await inbox.done(order, signer, result)
+        except OSError as error:
+            reason = f"it was carried out, and what came of it cannot be written down ({error}): look at the state"
+            return CommandResult(order.id, "unknown", reason)
+        finally:
+            self._carried_out = ""
+        return result
+
+    async def execute(self, command: Command) -> CommandResult:
         """Carry out an order; the same id always gets the same answer."""
         known = self._results.get(command.id)
         if known is not None:
             return known
-        order = self.orders.get(command.command)
-        if order is None:
-            reason = f"order {command.command!r} needs what is not set up here: set update.url"
-            result = CommandResult(command.id, "refused", reason)
-        else:
-            try:
-                result = CommandResult(command.id, "done", result=order(command))
-            except ApplianceError as error:
-                result = CommandResult(command.id, "refused", str(error))
+        result = await self._execute(command)
         self._results[command.id] = result
         while len(self._results) > _REMEMBERED_COMMANDS:
             self._results.popitem(last=False)
         return result
 
-    def result(self, order_id: str) -> CommandResult:
-        """The answer that an order got; raises NotFound when it is not known, or not any more."""
-        if order_id not in self._results:
-            msg = f"there is no order {order_id[:100]!r}: the last {_REMEMBERED_COMMANDS} since the start are known"
+    async def _execute(self, command: Command) -> CommandResult:
+        order = self.orders.get(command.command)
+        if order is None:
+            reason = f"order {command.command!r} needs what is not set up here: set update.url"
+            return CommandResult(command.id, "refused", reason)
+        try:
+            answer = order(command)
+            result = await answer if isinstance(answer, Awaitable) else answer
+        except (CallerError, Unavailable) as error:
+            return CommandResult(command.id, "refused", str(error))
+        except (ApplianceError, OSError) as error:
+            return CommandResult(command.id, "failed", str(error))
+        except Exception as error:
+            log.exception("order_fault", id=command.id, command=command.command)
+            return CommandResult(command.id, "failed", f"a fault of the appliance itself ({error}): see its log")
+        return result if isinstance(result, CommandResult) else CommandResult(command.id, "done", result=result)
+
+    async def result(self, order_id: str) -> CommandResult:
+        """The answer that an order got; raises NotFound when it is not known, NotReady while it is carried out."""
+        if order_id and order_id == self._carried_out:
+            msg = f"order {order_id[:100]!r} is being carried out: ask again"
+            raise NotReady(msg)
+        found = self._results.get(order_id) or (await self.inbox.answer(order_id) if self.inbox else None)
+        if found is None:
+            msg = f"there is no order {order_id[:100]!r}: the last {_REMEMBERED_COMMANDS} are known"
             raise NotFound(msg)
-        return self._results[order_id]
+        return found
 
     def serving(self, name: str) -> Bundle:
         """The bundle that answers for `name`; raises NotFound."""
@@ -655,7 +690,7 @@ class Service:
         return bundle
 
 
-def _documents(response: InferResponse) -> list[dict[str, Any]]:
+def documents(response: InferResponse) -> list[dict[str, Any]]:
     """The predict documents of a bundle's answer, one a picture."""
     origin = response.origin
     return [

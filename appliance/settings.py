@@ -2,6 +2,8 @@
 
 A nested key is written `http.port` in messages, `[http] port` in the file, and
 `APPLIANCE_HTTP__PORT` in the environment.
+
+Past 400 lines because each setting has its sentence here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pydantic_settings import (
 from appliance.core.limits import Limits as ModelLimits
 from appliance.runtime import RuntimeName
 from models.enrolment import IdentityFiles
-from models.errors import ConfigError
+from models.errors import BadInput, ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
@@ -96,6 +98,16 @@ class Mqtt(_Part):
     ca: Path | None = Field(default=None, description="PEM file of who signed the broker's certificate")
     certificate: Path | None = Field(default=None, description="PEM file of our own, when the broker asks for one")
     key: Path | None = Field(default=None, description="PEM file, when the key is not in certificate")
+    session_expiry_s: int = Field(
+        default=86400, ge=0, le=2**32 - 2, description="the broker keeps orders for a device that is away so long"
+    )
+    telemetry_s: float = Field(default=60.0, ge=0, le=86400, description="between two telemetry messages; 0 is none")
+    results: frozenset[str] = Field(default=frozenset(), description="bundles whose answers are published, too")
+    spool_bytes: int = Field(
+        default=16 * 2**20, ge=2**16, le=2**30, description="what may wait for the broker, in memory and on disk"
+    )
+    spool_age_s: float = Field(default=7 * 86400.0, gt=0, description="older telemetry is dropped")
+    replay_per_s: float = Field(default=50.0, gt=0, le=10_000, description="pace of telemetry after an outage")
 
 
 class Limits(_Part):
@@ -232,6 +244,9 @@ class Settings(BaseSettings):
     shutdown_grace_s: float = Field(
         default=20.0, gt=0, le=3600, description="running work may take this long at the end"
     )
+    reboot_command: tuple[str, ...] = Field(
+        default=("systemctl", "reboot"), min_length=1, description="run by the order `reboot`"
+    )
     http: Http = Http()
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
@@ -314,6 +329,25 @@ def _with_identity(settings: Settings) -> Settings:
         update = {"tls": True, "ca": mqtt.ca or files.authority, "certificate": mqtt.certificate or files.certificate}
         changes["mqtt"] = mqtt.model_copy(update=update)
     return settings.model_copy(update=changes)
+
+
+CONFIGURABLE = ("mqtt.telemetry_s", "update.channel", "update.check_s", "update.pins", "update.window")
+"""What the order `configure` may change: where a daemon takes it up at once, and nobody can be locked out by it."""
+
+
+def configured(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """`settings` with `changes` by their full names; raises BadInput for others than the configurable, and values."""
+    merged = settings.model_dump()
+    for key, value in changes.items():
+        if key not in CONFIGURABLE:
+            msg = f"{key[:100]} cannot be changed by order{_nearest(key, CONFIGURABLE)} ({', '.join(CONFIGURABLE)} can)"
+            raise BadInput(msg)
+        part, name = key.split(".")
+        merged[part][name] = value
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        raise BadInput(_explain(error)) from error
 
 
 def _refuse_open_door(http: Http) -> None:

@@ -146,6 +146,11 @@ class Updater:
             self._task.cancel()
             await asyncio.wait([self._task])
 
+    def configure(self, config: Update) -> None:
+        """Go on by other settings: of channel, pins, window and how often to look."""
+        self._config = config
+        self._want()
+
     def status(self) -> dict[str, Any]:
         """For operators."""
         active = self._ledger.active

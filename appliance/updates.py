@@ -48,11 +48,9 @@ class Updates:
                 msg = f"update.root names {config.update.root}, which cannot be read ({error.strerror}): give root.json"
                 raise ConfigError(msg) from error
         if self._root or path.exists():
-            from appliance.adapters.journal import Journal  # noqa: PLC0415 - see the top
-            from appliance.ledger import resumed  # noqa: PLC0415
+            from appliance.ledger import resumed  # noqa: PLC0415 - see the top
 
-            self._journal = Journal(path)
-            self._known = resumed(self._journal, clock())
+            self._known = resumed(self._opened_journal(), clock())
 
     def trusts(self, folder: Path, digest: str) -> bool:
         """Whether `folder` holds the signed bundle that was put there; raises BundleError where it holds another."""
@@ -92,9 +90,11 @@ class Updates:
 
     def start(self, service: Service, open_bundle: Callable[[Path], Bundle], engines: Engines) -> None:
         """Look for updates from now on, where that is set up; called on the event loop."""
-        if not self._journal or not self._known or not self._root:
-            return
         from appliance.inbox import Inbox  # noqa: PLC0415 - see the top
+
+        if not self._journal or not self._known or not self._root:
+            service.inbox = Inbox(self._opened_journal, dict, float)
+            return
         from appliance.ledger import Ledger  # noqa: PLC0415
         from appliance.updater import Given, Time, Updater  # noqa: PLC0415
 
@@ -105,7 +105,7 @@ class Updates:
                 digest = BundleFolder(folder).manifest.digest
             given[name] = Given(folder, digest)
         ledger = Ledger(self._journal, self._known, service.tell)
-        service.inbox = Inbox(self._journal, lambda: ledger.facts.commanders, lambda: ledger.facts.time_floor)
+        service.inbox = Inbox(self._opened_journal, lambda: ledger.facts.commanders, lambda: ledger.facts.time_floor)
         assumed = self._config.clock.assume_synced
         self._updater = Updater(
             service,
@@ -133,6 +133,18 @@ class Updates:
         """Finish what is being written."""
         if self._journal:
             self._journal.close()
+
+    def configure(self, config: Settings) -> None:
+        """Go on by other settings."""
+        self._config = config
+        if self._updater:
+            self._updater.configure(config.update)
+
+    def _opened_journal(self) -> Journal:
+        from appliance.adapters.journal import Journal  # noqa: PLC0415 - see the top
+
+        self._journal = self._journal or Journal(self._config.state_dir / _JOURNAL)
+        return self._journal
 
     def _repository(self) -> Repository:
         from appliance.adapters import repository as tuf  # noqa: PLC0415 - it takes a fifth of a second

@@ -35,7 +35,7 @@ def new_key(name: Annotated[str, typer.Argument(help="Who will sign with it.")],
 
 @app.command(epilog=_epilog("sign update --device press-7 --key ann --keys commanders"))
 def sign(
-    command: Annotated[str, typer.Argument(help="update, rollback, pause, resume or abort.")],
+    command: Annotated[str, typer.Argument(help="The order, e.g. update or restart-model; docs/mqtt.md has all.")],
     device: Annotated[str, typer.Option(help="The one device that is to take it.")],
     key: Annotated[str, typer.Option(help="Name of the signing key.")],
     keys: KeyFolder,

@@ -6,13 +6,19 @@ A fact that is missing is absent (None), never zero.
 from __future__ import annotations
 
 import ctypes
+import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from models.errors import ConfigError
 
 _STA_UNSYNC = 0x0040
 _ADJTIMEX_ERROR = 5
 _TIMEX_BYTES = 208  # sizeof(struct timex) on 64-bit Linux
 _STATUS_OFFSET_BYTES = 40  # modes, offset, freq, maxerror, esterror come before `status`
+_REBOOT_S = 30.0
+_LONGEST_QUOTE = 200
 
 
 class WallClock:
@@ -39,6 +45,25 @@ def clock_synced() -> bool | None:
         return None
     status = int.from_bytes(timex.raw[_STATUS_OFFSET_BYTES : _STATUS_OFFSET_BYTES + 4], "little")
     return state != _ADJTIMEX_ERROR and not status & _STA_UNSYNC
+
+
+def boot_id() -> str:
+    """Names this start of the machine; empty where the kernel does not say."""
+    return _read("/proc/sys/kernel/random/boot_id").strip()
+
+
+def reboot(command: Sequence[str]) -> None:
+    """Start the machine anew by running `command`; raises ConfigError where that cannot be done."""
+    advice = "give the daemon's user the right to it, or set reboot_command"
+    try:
+        run = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REBOOT_S, check=False)  # noqa: S603 - the operator's own
+    except (OSError, subprocess.TimeoutExpired) as error:
+        msg = f"`{' '.join(command)}` does not work ({error}): {advice}"
+        raise ConfigError(msg) from error
+    if run.returncode:
+        said = " ".join(run.stderr.decode(errors="replace").split())[:_LONGEST_QUOTE]
+        msg = f"`{' '.join(command)}` failed with status {run.returncode} ({said}): {advice}"
+        raise ConfigError(msg)
 
 
 _MEMINFO = {"MemTotal": "total", "MemAvailable": "available", "NvMapMemUsed": "nvmap"}

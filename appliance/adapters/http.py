@@ -192,7 +192,7 @@ class Door:
 
     async def order_result(self, order_id: str) -> Response:
         """The answer that an order got."""
-        return Json(schema.dump(self._service.result(order_id)))
+        return Json(schema.dump(await self._service.result(order_id)))
 
     async def deployments(self) -> Response:
         """Attempts to move to another version, the newest first, with the figures of every verdict."""
@@ -263,7 +263,7 @@ def build(service: Service, metrics: Metrics, bodies: Bodies, now: Callable[[], 
         **openapi.answers(413, 415),
         openapi_extra=openapi.json_body(openapi.COMMAND_SCHEMA, required=True),
     )(door.order)
-    get("/v1/commands/{order_id}", **openapi.answers(404))(door.order_result)
+    get("/v1/commands/{order_id}", **openapi.answers(404, 503))(door.order_result)
     get("/v1/deployments", **openapi.answers())(door.deployments)
     get("/metrics", **openapi.answers(content=openapi.TEXT))(door.metrics)
     _refuse_undecided(app)

@@ -73,6 +73,8 @@ class Entry:
     content: str
     """Digest of what was ordered."""
     result: CommandResult | None = None
+    boot_id: str = ""
+    """Of an order to start the machine anew: which start of it took the order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,6 +227,8 @@ class _StateCollector(Collector):
         reboot.add_metric([], float(status["reboot_wanted"] is not None))
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
         yield from self._of_memory(status["memory"])
+        if status.get("mqtt"):
+            yield from self._of_broker(status["mqtt"])
         lag = GaugeMetricFamily(
             "appliance_event_loop_lag_seconds", "How late the event loop was, in the last minute.", labels=("quantile",)
         )
@@ -234,6 +236,21 @@ class _StateCollector(Collector):
             if "event_loop" in status:  # not in a service that has no loop of its own
                 lag.add_metric([quantile], status["event_loop"][f"lag_{key}_ms"] / 1e3)
         yield lag
+
+    @staticmethod
+    def _of_broker(mqtt: Mapping[str, Any]) -> Iterator[Metric]:
+        spool = mqtt["spool"]
+        yield GaugeMetricFamily("appliance_mqtt_connected", "1 while the broker is.", value=float(mqtt["connected"]))
+        waiting = GaugeMetricFamily("appliance_spool_waiting", "Publications that the broker lacks.", labels=("kind",))
+        for kind, count in spool["waiting"].items():
+            waiting.add_metric([kind], float(count))
+        dropped = CounterMetricFamily("appliance_spool_dropped", "Telemetry given up, by reason.", labels=("reason",))
+        for reason, count in spool["dropped"].items():
+            dropped.add_metric([reason], float(count))
+        yield from (waiting, dropped)
+        yield GaugeMetricFamily("appliance_spool_bytes", "What waits takes.", value=float(spool["waiting_bytes"]))
+        for key, what in (("refused", "Publications the broker did not want."), ("commits", "Writes to spool.db.")):
+            yield CounterMetricFamily(f"appliance_spool_{key}", what, value=float(spool[key]))
 
     @staticmethod
     def _of_memory(memory: Mapping[str, Any]) -> Iterator[Metric]:

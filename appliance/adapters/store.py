@@ -8,13 +8,15 @@ import json
 import os
 import re
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from models.errors import ConfigError
 from models.folder import read_measurements, write_file, write_measurements
 from models.measurements import Measurements
 
-_OVERHEAD = "process_overhead.json"
+_OVERHEAD, _CONFIGURED = "process_overhead.json", "configured.json"
 DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
 """It stands in MQTT topics."""
 
@@ -64,6 +66,20 @@ class Store:
         path = self._measurements(digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_measurements(path, measurements)
+
+    def configured(self) -> dict[str, Any]:
+        """Settings that were changed by order, by their full names."""
+        try:
+            found = json.loads((self.path / _CONFIGURED).read_bytes())
+        except (OSError, ValueError):  # none, or none that can be read: what files say holds
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def keep_configured(self, changes: Mapping[str, Any]) -> None:
+        """Remember what `configured` returns; raises OSError."""
+        if self._pretends_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_file(self.path / _CONFIGURED, json.dumps(dict(changes)).encode())
 
     def pretend_full(self, on: bool, _amount: float) -> None:
         """Fault injection: fail to keep anything, as on a full disk."""

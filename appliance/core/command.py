@@ -16,17 +16,25 @@ from models import schema
 
 COMMANDS: Mapping[str, frozenset[str]] = {
     "status": frozenset(),
+    "load": frozenset({"name"}),
+    "unload": frozenset({"name"}),
     "update": frozenset({"name", "force"}),
     "rollback": frozenset({"name"}),
     "pause": frozenset(),
     "resume": frozenset(),
     "abort": frozenset(),
+    "configure": frozenset({"settings"}),
+    "restart-model": frozenset({"name"}),
+    "snapshot": frozenset(),
+    "reboot": frozenset(),
 }
 """Orders this version carries out -> the args that they take."""
 CHANGING = frozenset(COMMANDS) - {"status"}
 """They change the device, so whoever gives them must be known: owning the broker is not owning the fleet."""
 
 LONGEST_ID = 128
+LARGEST_BYTES = 256 * 1024
+"""Of an order; a larger one is refused unread."""
 
 _LONGEST_QUOTE = 100
 """Characters of what others wrote that an answer repeats."""

@@ -59,10 +59,10 @@ def test_a_model_that_is_not_served_is_refused_by_its_name(service: Either) -> N
 
 
 def test_one_order_has_one_answer(service: Either) -> None:
-    first = service.execute(Command("a", "status"))
+    first = asyncio.run(service.execute(Command("a", "status")))
     assert (first.id, first.status, first.result["device_id"]) == ("a", "done", service.device_id)
-    assert service.execute(Command("a", "status")) is first
-    assert service.execute(Command("b", "status")) is not first
+    assert asyncio.run(service.execute(Command("a", "status"))) is first
+    assert asyncio.run(service.execute(Command("b", "status"))) is not first
 
 
 def test_nothing_listens_before_a_door_does(service: Either) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,20 +163,23 @@ class MemoryService:
     ) -> CommandResult:
         """Read an order and carry it out; nobody signs for memory."""
         order = read(payload, device_id=self.device_id, now=now, retained=retained, authorized=authorized)
-        return order if isinstance(order, CommandResult) else self.execute(order)
+        return order if isinstance(order, CommandResult) else await self.execute(order)
 
-    def execute(self, command: Command) -> CommandResult:
+    async def execute(self, command: Command) -> CommandResult:
         """Carry out an order; the same id always gets the same answer."""
         if command.id not in self._results:
             order = self.orders.get(command.command)
-            self._results[command.id] = (
-                CommandResult(command.id, "done", result=order(command))
-                if order
-                else CommandResult(command.id, "refused", f"order {command.command!r} needs what is not set up here")
-            )
+            if order is None:
+                reason = f"order {command.command!r} needs what is not set up here"
+                self._results[command.id] = CommandResult(command.id, "refused", reason)
+            else:
+                answer = order(command)
+                result = await answer if isinstance(answer, Awaitable) else answer
+                done = CommandResult(command.id, "done", result=result) if isinstance(result, Mapping) else result
+                self._results[command.id] = done
         return self._results[command.id]
 
-    def result(self, order_id: str) -> CommandResult:
+    async def result(self, order_id: str) -> CommandResult:
         """The answer that an order got; raises NotFound."""
         if order_id not in self._results:
             msg = f"there is no order {order_id!r}"

@@ -209,6 +209,49 @@ def test_what_is_no_order_is_refused_and_harms_nobody(
     assert np.array_equal(binary_floats(daemon.infer("null", ONE)), ONE)
 
 
+def test_an_offline_of_an_earlier_session_that_comes_late_is_put_right(
+    fleet: tuple[Daemon, Mosquitto], listener: Listener
+) -> None:
+    session = fleet[0].status()["mqtt"]["session"]
+    eventually(lambda: listener.on(AVAILABILITY), "it is online")
+    assert listener.on(AVAILABILITY)[-1].session == str(session)
+    assert listener.wait_for(STATE, ready=True).document["session"] == session
+    listener.publish(AVAILABILITY, b"offline", retain=True, session=str(session - 1))
+    eventually(lambda: [one.payload for one in listener.on(AVAILABILITY)[-2:]] == [b"offline", b"online"], "it is told")
+    assert listener.on(AVAILABILITY)[-1].session == str(session)
+
+
+def test_an_order_that_is_too_large_is_refused_and_the_connection_stays(
+    fleet: tuple[Daemon, Mosquitto], listener: Listener
+) -> None:
+    listener.publish(CMD, bytes(2**20), reply_to="office/large")
+    eventually(lambda: listener.on("office/large"), "it is answered", 20)
+    answer = listener.on("office/large")[0].document
+    assert (answer["status"], "262144 are the most" in answer["reason"]) == ("refused", True)
+    listener.publish(CMD, bytes(3 * 2**20))  # the broker was told to keep such to itself
+    listener.publish(CMD, order("after the large ones"))
+    listener.wait_for(RESULT, id="after the large ones", status="done")
+    assert not fleet[0].log("mqtt_down")
+
+
+def test_an_order_by_http_is_carried_out_once_and_has_the_same_answer_again(fleet: tuple[Daemon, Mosquitto]) -> None:
+    daemon, before = fleet[0], fleet[0].worker_pid("null")
+    document = {"id": "once", "command": "restart-model", "args": {"name": "null"}}
+
+    def give() -> dict[str, Any]:
+        answer = daemon.http.post("/v1/commands", json=document, headers=daemon.authorized("admin"))
+        return dict(answer.raise_for_status().json())
+
+    first = give()
+    assert (first["id"], first["status"]) == ("once", "done"), first
+    eventually(lambda: daemon.worker("null")["pid"] not in {None, before}, "another worker", 20)
+    pid = daemon.wait_ready().worker_pid("null")
+    assert give() == first
+    assert daemon.http.get("/v1/commands/once", headers=daemon.authorized("admin")).json() == first
+    assert daemon.worker_pid("null") == pid
+    assert np.array_equal(binary_floats(daemon.infer("null", ONE)), ONE)
+
+
 def test_many_orders_at_once_are_all_answered(listener: Listener) -> None:
     wanted = {f"burst {number}" for number in range(100)}
     for number in sorted(wanted):

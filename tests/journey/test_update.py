@@ -379,7 +379,11 @@ def test_an_operator_publishes_and_orders_from_a_shell_and_a_replay_of_the_order
             assert first == again
             listener.publish(f"appliance/{DEVICE}/cmd", {"id": "bare", "command": "rollback"})
             assert "sign it" in listener.wait_for(results, id="bare", status="refused").document["reason"]
-            assert ended(daemon)["step"] == "good"
+            good = ended(daemon)
+            assert good["step"] == "good"
+            report = listener.wait_for(f"appliance/{DEVICE}/deployments", id=good["id"])
+            assert report.document == good | {"committed": True}
+            assert not report.retained
             state = listener.wait_for(f"appliance/{DEVICE}/state", ready=True)
             assert state.document["models"]
         assert len(deployments(daemon)) == 1

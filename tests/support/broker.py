@@ -6,8 +6,10 @@ import contextlib
 import json
 import shutil
 import socket
+import ssl
 import subprocess
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.subscribeoptions import SubscribeOptions
 from typing_extensions import Self
 
-from support.processes import clean_environment, end_marked, eventually, free_port, new_mark
+from support.processes import clean_environment, end_marked, eventually, free_port, listens, new_mark
 
 MOSQUITTO = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/local/sbin:/usr/sbin:/sbin")
 
@@ -31,8 +33,11 @@ needs_mosquitto = pytest.mark.skipif(MOSQUITTO is None, reason="condition mosqui
 class Mosquitto:
     """A broker that can be started, stopped and started again on the same port."""
 
-    def __init__(self, folder: Path, *, anonymous: bool = True) -> None:
-        """Choose a port; nothing runs yet. Without `anonymous` everybody is refused."""
+    def __init__(self, folder: Path, *, anonymous: bool = True, more: str = "") -> None:
+        """Choose a port; nothing runs yet. Without `anonymous` everybody is refused.
+
+        `more` are further lines of its configuration, about this listener or all.
+        """
         self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._mark = new_mark()
@@ -43,7 +48,7 @@ class Mosquitto:
         self._config.write_text(
             # Tests may run as root, whose privileges it would otherwise drop for a user without access to `folder`.
             f"user root\nlistener {self.port} 127.0.0.1\nallow_anonymous {str(anonymous).lower()}\n"
-            f"persistence true\npersistence_location {folder}/\n"
+            f"persistence true\npersistence_location {folder}/\n{more}"
         )
 
     @property
@@ -81,8 +86,84 @@ class Mosquitto:
     def _listens(self) -> bool:
         assert self._process
         assert self._process.poll() is None, self.log
-        with socket.socket() as sock:
-            return sock.connect_ex(("127.0.0.1", self.port)) == 0
+        return listens(self.port)
+
+
+class Wire:
+    """A link to something on loopback that can go silent, and be slow on the way back; as a context it is there."""
+
+    def __init__(self, port: int, delay_s: float = 0.0) -> None:
+        """Lead to `port`; what comes back is held up for `delay_s`, piece by piece."""
+        self._target, self._delay_s = port, delay_s
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._server.getsockname()[1])
+        self.address = f"127.0.0.1:{self.port}"
+        self.open = threading.Event()
+        """Cleared, nothing comes through any more, and nobody is told."""
+        self.open.set()
+        self.connections = 0
+        self._ends: list[socket.socket] = []
+
+    def __enter__(self) -> Self:
+        """Take connections."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Cut all of them."""
+        self._server.close()
+        self.open.set()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _address = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                self._ends += [near, far]
+                self.connections += 1
+                for start, end, delay_s in ((near, far, 0.0), (far, near, self._delay_s)):
+                    threading.Thread(target=self._pump, args=(start, end, delay_s), daemon=True).start()
+
+    def _pump(self, start: socket.socket, end: socket.socket, delay_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := start.recv(65536):
+                time.sleep(delay_s)
+                self.open.wait()
+                end.sendall(data)
+            end.shutdown(socket.SHUT_RDWR)
+
+
+class HangsUp:
+    """A broker that accepts every connection and closes it; as a context it listens."""
+
+    def __init__(self) -> None:
+        """Choose a port."""
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        self.accepted_at: list[float] = []
+        """Monotonic seconds."""
+
+    def __enter__(self) -> Self:
+        """Take connections."""
+        threading.Thread(target=self._serve, daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Listen no more."""
+        self._server.close()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _address = self._server.accept()
+                self.accepted_at.append(time.monotonic())
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(b"\x20\x03\x00\x00\x00")  # CONNACK: accepted, no properties
 
 
 @dataclass(frozen=True)
@@ -93,6 +174,8 @@ class Message:
     payload: bytes
     retained: bool
     correlation: bytes | None
+    session: str = ""
+    """The session that an availability is of."""
 
     @property
     def document(self) -> dict[str, Any]:
@@ -106,6 +189,7 @@ class Listener:
     """Somebody at the broker who subscribes to everything, remembers it, and can publish."""
 
     port: int
+    tls: ssl.SSLContext | None = None
     heard: list[Message] = field(default_factory=list)
 
     def __enter__(self) -> Self:
@@ -115,6 +199,8 @@ class Listener:
         self._client.on_message = self._hear
         self._client.on_connect = self._subscribe
         self._client.on_subscribe = lambda *_args: ready.set()
+        if self.tls:
+            self._client.tls_set_context(self.tls)
         self._client.connect("127.0.0.1", self.port)
         self._client.loop_start()
         assert ready.wait(10)
@@ -127,22 +213,38 @@ class Listener:
 
     def _hear(self, _client: paho.Client, _userdata: object, message: paho.MQTTMessage) -> None:
         correlation = getattr(message.properties, "CorrelationData", None)
-        self.heard.append(Message(message.topic, bytes(message.payload), message.retain, correlation))
+        said = dict(getattr(message.properties, "UserProperty", ()))
+        self.heard.append(
+            Message(message.topic, bytes(message.payload), message.retain, correlation, said.get("session", ""))
+        )
 
     def _subscribe(self, client: paho.Client, *_facts: object) -> None:
         client.subscribe("#", options=SubscribeOptions(qos=1))
 
     def publish(
-        self, topic: str, payload: object, *, retain: bool = False, reply_to: str = "", correlation: bytes | None = None
-    ) -> None:
-        """Send bytes as they are, anything else as JSON, and wait for the broker to have it."""
+        self,
+        topic: str,
+        payload: object,
+        *,
+        retain: bool = False,
+        reply_to: str = "",
+        correlation: bytes | None = None,
+        session: str = "",
+        wait: bool = True,
+    ) -> paho.MQTTMessageInfo:
+        """Send bytes as they are, anything else as JSON, and wait for the broker to have it unless told otherwise."""
         properties = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call] # paho leaves it untyped
         if reply_to:
             properties.ResponseTopic = reply_to
         if correlation is not None:
             properties.CorrelationData = correlation
+        if session:
+            properties.UserProperty = ("session", session)
         content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
-        self._client.publish(topic, content, qos=1, retain=retain, properties=properties).wait_for_publish(10)
+        sent = self._client.publish(topic, content, qos=1, retain=retain, properties=properties)
+        if wait:
+            sent.wait_for_publish(10)
+        return sent
 
     def on(self, topic: str) -> list[Message]:
         """What was heard on one topic."""

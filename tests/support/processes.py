@@ -36,6 +36,12 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    """Whether somebody takes connections on a port of the loopback address."""
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
+
+
 def clean_environment(mark: str = "") -> dict[str, str]:
     """Ours, without the developer's own settings of the appliance, proxies and colours."""
     kept = {

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doubles.service import MemoryService
 
 from appliance.adapters import mqtt
+from appliance.adapters.telemetry import Telemetry
+from appliance.core import deployment
 from appliance.core.command import COMMANDS, LONGEST_ID, Command, CommandResult
 from models.orders import PAYLOAD_TYPE
 
@@ -24,7 +27,7 @@ SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
 def test_its_topics_are_those_that_the_daemon_uses() -> None:
     source = ast.parse(Path(mqtt.__file__ or "").read_text())
     used = {
-        "".join(str(part.value) for part in text.values[1:] if isinstance(part, ast.Constant))
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "{model}" for part in text.values[1:])
         for text in ast.walk(source)
         if isinstance(text, ast.JoinedStr) and ast.unparse(text).startswith("f'{self._prefix}/")
     }
@@ -57,3 +60,32 @@ def test_everything_that_it_refers_to_is_in_it() -> None:
                 check(value)
 
     check(DOCUMENT)
+
+
+@pytest.mark.parametrize("name", ["telemetry", "deployment", "state"])
+def test_a_schema_asks_for_nothing_that_it_does_not_describe(name: str) -> None:
+    schema = SCHEMAS[name]
+    assert set(schema["required"]) <= set(schema["properties"])
+
+
+def test_telemetry_has_the_keys_that_it_says() -> None:
+    document = Telemetry(MemoryService()).document(1.0, 2)  # type: ignore[arg-type] # its double
+    assert set(document) == set(SCHEMAS["telemetry"]["properties"])
+    model = SCHEMAS["telemetry"]["properties"]["models"]["items"]
+    assert set(document["models"][0]) == set(model["properties"])
+
+
+def test_a_report_of_a_deployment_has_the_keys_that_it_says() -> None:
+    document = deployment.document(deployment.Deployment(1, "a", "1", "d", "p", 0.0))
+    assert set(document) == set(SCHEMAS["deployment"]["properties"])
+
+
+def test_every_topic_that_a_device_speaks_on_says_whether_it_is_retained() -> None:
+    spoken = {name for name in DOCUMENT["channels"] if name != "cmd"}
+    retained = {
+        operation["channel"]["$ref"].rpartition("/")[2]: operation["bindings"]["mqtt"]["retain"]
+        for operation in DOCUMENT["operations"].values()
+        if operation["action"] == "send"
+    }
+    assert set(retained) == spoken - {"result"}  # that one is the reply to an order
+    assert {name for name, kept in retained.items() if kept} == {"availability", "state"}

@@ -14,10 +14,11 @@ import pytest
 from securesystemslib.dsse import Envelope
 from securesystemslib.signer import CryptoSigner
 
-from appliance.adapters.journal import Journal
+from appliance.adapters.journal import Entry, Journal
 from appliance.core.command import Command, CommandResult
 from appliance.inbox import Inbox
 from appliance.service import Service
+from models.errors import NotFound, NotReady
 from models.orders import PAYLOAD_TYPE, Commander
 
 pytestmark = pytest.mark.unit
@@ -38,17 +39,25 @@ def signed(signer: CryptoSigner = ANN, kind: str = PAYLOAD_TYPE, without: str = 
 class Device:
     """A service with an inbox that believes ann, and what it has done."""
 
-    def __init__(self, path: Path, floor: float = 0.0) -> None:
+    def __init__(self, path: Path, floor: float = 0.0, boot_id: str = "first") -> None:
         self.done: list[str] = []
         self.journal = Journal(path)
         self.service = Service([], device_id="d1", facts=dict)
         known = {ANN.public_key.keyid: Commander(ANN.public_key.keyval["public"], "ann")}
-        self.service.inbox = Inbox(self.journal, lambda: known, lambda: floor)
-        self.service.orders["update"] = self.update
+        self.service.inbox = Inbox(lambda: self.journal, lambda: known, lambda: floor, lambda: boot_id)
+        self.service.orders |= {"update": self.update, "reboot": self.reboot}
 
     def update(self, order: Command) -> dict[str, Any]:
         self.done.append(order.id)
         return {"deployment": len(self.done)}
+
+    def reboot(self, order: Command) -> CommandResult:
+        self.done.append(order.id)
+        return CommandResult(order.id, "unknown", "it still runs")
+
+    def answer(self, order_id: str) -> CommandResult:
+        """What is known of an order that was given."""
+        return asyncio.run(self.service.result(order_id))
 
     def take(self, payload: object, now: float = NOW, **how: bool) -> CommandResult:
         """Give it an order as a door does."""
@@ -164,7 +173,90 @@ def test_an_order_that_cannot_be_written_down_is_not_carried_out(
     assert (answer.status, device.done) == ("failed", [])
 
 
+def test_an_order_whose_end_cannot_be_written_down_is_unknown_from_the_start(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep = device.journal.keep_order
+
+    async def full_later(entry: Entry) -> None:
+        if entry.result:
+            raise OSError(28, "No space left on device")
+        await keep(entry)
+
+    monkeypatch.setattr(device.journal, "keep_order", full_later)
+    first = device.take(signed())
+    assert (first.status, "was carried out" in first.reason, device.done) == ("unknown", True, ["1"])
+    assert device.take(signed()).status == "unknown"
+    assert device.done == ["1"]
+
+
 def test_without_updates_set_up_there_is_nobody_whose_order_counts() -> None:
     service = Service([], device_id="d1", facts=dict)
     answer = asyncio.run(service.order(json.dumps(signed()).encode(), now=NOW))
     assert answer.status == "refused"
+
+
+def test_a_reboot_is_done_when_the_machine_was_started_anew_and_is_not_done_again(
+    device: Device, tmp_path: Path
+) -> None:
+    reboot = signed(command="reboot")
+    assert device.take(reboot).status == "unknown"
+    device.close()
+    with closing(Device(tmp_path / "journal.db")) as only_the_daemon:
+        assert only_the_daemon.take(reboot).status == "unknown"
+        assert only_the_daemon.done == []
+    with closing(Device(tmp_path / "journal.db", boot_id="second")) as again:
+        assert again.answer("1") == CommandResult("1", "done", result={"started_anew": True})
+        assert again.take(reboot).status == "done"
+        assert again.done == []
+    with closing(Device(tmp_path / "journal.db", boot_id="third")) as later:
+        assert later.take(reboot).status == "done"
+
+
+def test_the_answer_to_an_order_can_be_asked_for_after_a_restart(device: Device, tmp_path: Path) -> None:
+    first = device.take(signed())
+    device.close()
+    with closing(Device(tmp_path / "journal.db")) as again:
+        assert again.answer("1") == first
+        with pytest.raises(NotFound, match="there is no order '2'"):
+            again.answer("2")
+
+
+def test_an_order_that_fails_by_a_fault_of_ours_is_answered_and_the_next_one_is_taken(device: Device) -> None:
+    def broken(_order: Command) -> CommandResult:
+        raise ZeroDivisionError
+
+    device.service.orders["rollback"] = broken
+    assert device.take(signed(command="rollback")).status == "failed"
+    assert device.take(signed(id="2", sequence=6)).status == "done"
+
+
+def test_an_order_that_is_too_large_is_refused_unread(device: Device) -> None:
+    answer = device.take(b"[" * 1_000_000)
+    assert (answer.status, answer.reason[:33]) == ("refused", "the order has 1000000 bytes: 2621")
+
+
+def test_orders_for_the_same_effect_wait_for_each_other_and_status_for_none(device: Device) -> None:
+    async def both() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(order: Command) -> dict[str, Any]:
+            begun.set()
+            await go_on.wait()
+            return {"order": order.id}
+
+        device.service.orders["load"] = slow
+        load = {"id": "load", "command": "load"}
+        first, second = (
+            asyncio.ensure_future(device.service.order(json.dumps(load).encode(), now=NOW, authorized=True))
+            for _ in range(2)
+        )
+        await begun.wait()
+        status = await device.service.order(b'{"id": "s", "command": "status"}', now=NOW)
+        assert status.status == "done"
+        with pytest.raises(NotReady, match="being carried out"):
+            await device.service.result("load")
+        go_on.set()
+        assert await first == await second == CommandResult("load", "done", result={"order": "load"})
+
+    asyncio.run(both())
