@@ -17,6 +17,7 @@ import typer
 from rich.table import Table
 
 from appliance import __version__, console, enroll_cli, token_cli
+from models.answers import items
 from models.errors import ApplianceError
 
 app = typer.Typer(
@@ -78,11 +79,13 @@ def infer(
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
-    table = Table("text", "confidence", "at", box=None)
-    for line in answer.get("lines", []):
-        table.add_row(line["text"], f"{line['confidence']:.2f}", "{:.0f},{:.0f}".format(*line["box"][0]))
+    kind = "class" if "classes" in answer else "object" if "objects" in answer else "text"
+    table = Table(kind, "confidence", "at", box=None)
+    for item in items(answer):
+        at = "{:.0f},{:.0f}".format(*item["box"][0]) if "box" in item else ""
+        table.add_row(item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
     screen = console.plain()
-    screen.print(table if table.row_count else "no text found")
+    screen.print(table if table.row_count else f"no {kind} found")
     screen.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
         f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",
@@ -126,7 +129,7 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         screen.print(f"mqtt {mqtt['broker']}: {state}")
     if not answer["clock"]["synced"]:
         screen.print(
-            "the clock is not synchronised: no update is installed until it is",
+            "the clock is not synchronised: no update is installed until it is, or clock.assume_synced is set",
             style="dim",
         )
     update = answer["update"]
@@ -166,9 +169,7 @@ def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json:
     if answer["status"] != "done":
         console.fail(f"{command} is {answer['status']}: {answer['reason']}")
     if wait:
-        time.sleep(_POLL_S)  # until the daemon has begun what was ordered
-        while (state := _ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
-            time.sleep(_POLL_S)
+        state = _waited(url)
         answer = {"problem": state["problem"], "deployment": next(iter(_deployments(url)), None)}
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
@@ -182,6 +183,25 @@ def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json:
         screen.print(f"deployment {latest['id']}: {latest['name']} {latest['version']} is {latest['step']}")
     if answer["problem"] or (latest and latest["reason"]):
         screen.print(answer["problem"] or latest["reason"], style="yellow")
+
+
+def _waited(url: str) -> dict[str, Any]:
+    """Wait until no update is under way, and tell on standard error how far it is; the state of updates then."""
+    screen, told = console.plain(stderr=True), ""
+    with screen.status("") as shown:
+        time.sleep(_POLL_S)  # until the daemon has begun what was ordered
+        while (state := _ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
+            now = "looking at the repository"
+            if state["deployment"]:
+                share = "" if state["share"] is None else f" {int(state['share'] * 10)}0 %"
+                now = f"deployment {state['deployment']}: {state['step']}{share}"
+            now += f" ({state['problem']})" if state["problem"] else ""
+            if now != told:
+                (shown.update if screen.is_terminal else screen.print)(now)
+                told = now
+            time.sleep(_POLL_S)
+    found: dict[str, Any] = state
+    return found
 
 
 def _deployments(url: str) -> list[dict[str, Any]]:

@@ -56,6 +56,7 @@ from models.bundle import check_name
 from models.errors import ApplianceError, BundleError, ConfigError
 from models.folder import BundleFolder
 from models.measurements import Measurements, known_on, memory_on
+from models.targets import BACKENDS
 
 log = structlog.get_logger()
 
@@ -279,7 +280,7 @@ def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Call
             raise ConfigError(msg)
         order = wire.Open(
             name=name,
-            runtime=config.runtime,
+            runtime=_EVERYWHERE if config.runtime in BACKENDS else config.runtime,  # there can be no engine of it
             onnx=str(path.resolve()),
             concurrency=limits.concurrency,
             idle_trim_s=config.memory.idle_trim_s,

@@ -20,6 +20,7 @@ import httpx
 
 from appliance.bench.question import guesses
 from appliance.core.health import Rung
+from models.answers import said
 from models.errors import ApplianceError
 
 PICTURE = Path(__file__).parent / "web" / "drill.png"
@@ -207,7 +208,7 @@ class Drill:
                 query = {} if allowed_s is None else {"deadline_ms": 1e3 * allowed_s}
                 answer = self._client.post(f"/v1/models/{self.model}/predict", params=query, **question)
                 document = answer.json()
-                found = _Answer([line["text"] for line in document.get("lines", [])], document.get("degraded"))
+                found = _Answer([text for text, _ in said(document)], document.get("degraded"))
             else:
                 limit = {} if allowed_s is None else {"parameters": {"timeout": int(1e6 * allowed_s)}}
                 answer = self._client.post(f"/v2/models/{self.model}/infer", json={**question["json"], **limit})

@@ -25,6 +25,7 @@ from appliance import settings, wire
 from appliance.service import Bundle
 from models.engine import ENGINES, PASSPORT
 from models.errors import ApplianceError, BundleError, InsufficientMemory
+from models.targets import BACKENDS
 
 log = structlog.get_logger()
 
@@ -53,7 +54,7 @@ class Engines:
     @property
     def makes(self) -> bool:
         """Whether this device makes engines."""
-        return bool(self._config.target) and self._backend.startswith("tensorrt")
+        return bool(self._config.target) and self._backend in BACKENDS
 
     def folder(self, digest: str) -> Path:
         """Where the engines of the bundle `digest` are, or will be."""

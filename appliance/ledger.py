@@ -14,7 +14,7 @@ from appliance.core.deployment import Deployment, Slot, Step
 
 log = structlog.get_logger()
 
-_RETRY_S = 30.0
+_RETRY_S = 5.0
 """While the journal cannot be written."""
 
 

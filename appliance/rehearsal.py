@@ -17,6 +17,7 @@ import orjson
 from appliance.core import gates
 from appliance.core.gates import Judged, Rules
 from appliance.service import Bundle, Candidate, InferRequest, InferResponse, Service
+from models.answers import said
 from models.errors import ApplianceError, Overloaded
 from models.folder import BundleFolder
 from models.spec import Tensor
@@ -135,4 +136,4 @@ async def _agreement(fresh: Bundle, request: InferRequest, answered: Sequence[Te
 
 
 def _texts(document: bytes) -> list[str]:
-    return [str(line.get("text")) for line in orjson.loads(document).get("lines", ())]
+    return [text for text, _ in said(orjson.loads(document))]

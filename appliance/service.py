@@ -29,6 +29,7 @@ from appliance.life import Life, StartLife
 from appliance.memory import UNLIMITED, Judge, Keeper, ModelState, Standing
 from appliance.supervisor import Supervisor
 from appliance.swap import Swap, Swaps
+from models.answers import items
 from models.bundle import Manifest
 from models.errors import (
     ApplianceError,
@@ -710,8 +711,8 @@ def documents(response: InferResponse) -> list[dict[str, Any]]:
 
 def _rounded(result: dict[str, Any]) -> dict[str, Any]:
     """More digits of a confidence would say nothing and only cost bytes."""
-    for line in result.get("lines", ()):
-        line["confidence"] = round(line["confidence"], _CONFIDENCE_DIGITS)
+    for item in items(result):
+        item["confidence"] = round(item["confidence"], _CONFIDENCE_DIGITS)
     return result
 
 

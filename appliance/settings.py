@@ -89,9 +89,9 @@ class Mqtt(_Part):
     """The fleet's broker; no host means no MQTT."""
 
     host: str = Field(default="", description="broker to connect to")
-    port: int = Field(default=1883, ge=1, le=65535)
-    username: str = ""
-    password: SecretStr = SecretStr("")
+    port: int = Field(default=1883, ge=1, le=65535, description="of the broker")
+    username: str = Field(default="", description="none means that the broker asks for none")
+    password: SecretStr = Field(default=SecretStr(""), description="of that user; better in the environment or a file")
     keepalive_s: int = Field(default=30, ge=5, le=3600, description="a silent broker is given up after 1.5 times this")
     longest_retry_s: float = Field(default=60.0, gt=0, description="longest wait between two tries to connect")
     tls: bool = Field(default=False, description="speak TLS; brokers usually have another port for it, 8883")

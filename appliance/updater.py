@@ -109,6 +109,8 @@ class Updater:
         )
         self._opened: Repository | None = None
         self._fetched_bytes = 0
+        self._share: Callable[[], float] | None = None
+        """How far the present step is, from 0 to 1, where that is known."""
         self._looked_at: float | None = None
         self._looking = False
         """Whether something is being done, or is going to be at once."""
@@ -163,6 +165,7 @@ class Updater:
             "paused": self._ledger.facts.paused,
             "deployment": active.id if active else None,
             "step": active.step if active else None,
+            "share": round(self._share(), 3) if active and self._share else None,
             "fetched_bytes": self._fetched_bytes if active and active.at is Step.FETCH else None,
             "latest": _brief(self._ledger.deployments),
             "slots": [
@@ -333,7 +336,8 @@ class Updater:
             if pointer.digest in revoked:
                 self._ledger.say(f"channel {self._config.channel} holds {name} {pointer.version}, which was revoked")
             elif why_not and not forced:
-                self._ledger.say(f"{name} {pointer.version} failed here ({why_not}): it is not tried again by itself")
+                known = f"{name} {pointer.version} is not taken again by itself ({why_not})"
+                self._ledger.say(f"{known}: `appliance update --force` takes it")
             else:
                 begun = Deployment(
                     id=self._ledger.next_id,
@@ -387,6 +391,7 @@ class Updater:
 
             async def shadow(_deployment: Deployment) -> Judged:
                 asked, limit_s = self._config.shadow_requests, self._config.shadow_s
+                self._share = _elapsed(limit_s)
                 return await rehearsal.shadow(self._service, candidates[0], asked, limit_s, self._rules)
 
             async def switch(_deployment: Deployment) -> Judged:
@@ -421,7 +426,7 @@ class Updater:
             event, judged = error.event, Judged(str(error))
         except ApplianceError as error:
             event, judged = Event.FAILED, Judged(str(error))
-        self._working, self._interrupted = None, False
+        self._working, self._interrupted, self._share = None, False, None
         if (begun.at, event) not in rules.TABLE:  # this step cannot be put off
             event = Event.FAILED
         ended = rules.after(begun, event, self._now().wall, reason=judged.reason, figures=judged.figures)
@@ -461,10 +466,14 @@ class Updater:
 
     async def _fetch(self, deployment: Deployment) -> Judged:
         manifest = await self._release(deployment)
-        self._fetched_bytes, gone = 0, threading.Event()
+        self._fetched_bytes, ready_bytes, gone = 0, 0, threading.Event()
+        whole_bytes = sum(blob.size_bytes for blob in manifest.blobs())
+        self._share = lambda: min(1.0, ready_bytes / whole_bytes)  # a damaged blob comes twice
 
-        def count(more_bytes: int) -> None:
-            self._fetched_bytes += more_bytes
+        def count(packed: int, ready: int) -> None:
+            nonlocal ready_bytes
+            self._fetched_bytes += packed
+            ready_bytes += ready
 
         def fetch() -> None:
             if self._opened:
@@ -514,7 +523,7 @@ class Updater:
         before, tally = self._tallies[name], Tally()
         self._tallies[name] = tally
         faulty = 0
-        until = time.monotonic() + self._config.trial_s
+        until, self._share = time.monotonic() + self._config.trial_s, _elapsed(self._config.trial_s)
         while True:
             if self._wanted_back and self._wanted_back[0] == deployment.id:
                 (_number, reason), self._wanted_back = self._wanted_back, None
@@ -578,6 +587,12 @@ class Updater:
             tally = self._tallies.get(self._service.serving(outcome.model).name)
             if tally:
                 tally.count(outcome.seconds, outcome.error)
+
+
+def _elapsed(limit_s: float) -> Callable[[], float]:
+    """The share of `limit_s`, from now on, that is over."""
+    began = time.monotonic()
+    return lambda: min(1.0, (time.monotonic() - began) / limit_s) if limit_s else 1.0
 
 
 def _brief(deployments: Sequence[Deployment]) -> dict[str, Any] | None:

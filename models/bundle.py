@@ -24,7 +24,7 @@ from models.errors import BundleError
 from models.spec import ModelSpec
 
 FORMAT = 1
-TASKS = ("reading", "lines", "tensors")
+TASKS = ("reading", "lines", "classification", "detection", "tensors")
 """Kinds of task that `models.tasks` carries out."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -98,7 +98,7 @@ class Check:
     """One limit of the recipe, and what the gate measured against it, both as shares."""
 
     name: str
-    """Of the limit in the recipe: "exact_drop", "cer_drop", "found_drop", "same_class", "overlap"."""
+    """Of the limit in the recipe: "exact_drop", "cer_drop", "found_drop", "same_class", "overlap", "matched"."""
     limit: float
     measured: float
     """The loss against the graph as published for a limit called a drop; otherwise the share that must be kept."""

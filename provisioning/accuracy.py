@@ -23,10 +23,11 @@ from appliance.runtime import Runtime, Session
 from kernels.reference import ctc_head_of_softmax
 from models import schema
 from models.bundle import Accuracy, Agreement, Check
-from models.errors import BadInput
+from models.errors import BadInput, SourceError
 from models.spec import Array, ModelSpec
+from models.tasks import detection, text
 from models.tasks import lines as lines_task
-from models.tasks import text
+from models.tasks.detection import Boxes, DetectionSettings
 from models.tasks.reading import Reading, ReadingSettings, prepare_line
 from provisioning.data import Line, Page
 
@@ -35,6 +36,8 @@ _POINT = 0.01
 _DIGITS = 6
 _LEAST_CHARACTERS = 2
 _TINY = 1e-12
+_SAME_BOX = 0.5
+"""Intersection over union from which two boxes count as one."""
 _FAR = 0.2
 """Edit distance, as a share of the label's length, up to which a labelled text of a page counts as found."""
 
@@ -274,10 +277,54 @@ def _by_source(pictures: Iterable[Line | Page]) -> dict[str, list[int]]:
     return dict(sorted(found.items()))
 
 
-def same_class(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]]) -> Agreement:
-    """Share of samples that get the same class from both."""
-    same = np.concatenate([_only(original, one).argmax(axis=1) == _only(packed, one).argmax(axis=1) for one in inputs])
-    return Agreement(round(float(same.mean()), _DIGITS), f"{same.sum()} of {same.size} line pictures")
+def same_class(
+    original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], what: str = "line pictures"
+) -> Agreement:
+    """Share of samples, which `what` names, that get the same class from both."""
+    same = np.concatenate([_class(original, one) == _class(packed, one) for one in inputs])
+    return Agreement(round(float(same.mean()), _DIGITS), f"{same.sum()} of {same.size} {what}")
+
+
+def _class(session: Session, inputs: Mapping[str, Array]) -> Array:
+    scores = _only(session, inputs)
+    return np.asarray(scores.reshape(len(scores), -1).argmax(axis=1))
+
+
+def matched(
+    original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], settings: DetectionSettings
+) -> Agreement:
+    """Share of the boxes found by either that both found: of one class, at an intersection over union of 0.5 or more.
+
+    Raises SourceError when neither found any.
+    """
+    pairs = found = 0
+    for one in inputs:
+        mine, theirs = (detection.boxes_of(_only(session, one), settings) for session in (original, packed))
+        pairs += _pairs_of(mine, theirs)
+        found += len(mine.classes) + len(theirs.classes)
+    if not found:
+        msg = (
+            f"the model finds nothing on {len(inputs)} pictures, so nothing can be compared: take pictures of what it "
+            "is to find, or correct task.settings (head, colours, scale, min_confidence)"
+        )
+        raise SourceError(msg)
+    on = f"{2 * pairs} of {found} boxes of both on {len(inputs)} unlabelled pictures"
+    return Agreement(round(2 * pairs / found, _DIGITS), on)
+
+
+def _pairs_of(mine: Boxes, theirs: Boxes) -> int:
+    """How many boxes have a partner in the other picture's, each at most one; the surest choose first."""
+    free, pairs = np.ones(len(theirs.classes), bool), 0
+    for corners, kind in zip(mine.corners, mine.classes, strict=True):
+        low, high = np.maximum(corners[:2], theirs.corners[:, :2]), np.minimum(corners[2:], theirs.corners[:, 2:])
+        both = np.maximum(high - low, 0).prod(axis=1)
+        areas = (theirs.corners[:, 2:] - theirs.corners[:, :2]).prod(axis=1)
+        either = areas + (corners[2:] - corners[:2]).prod() - both
+        share = np.where(free & (theirs.classes == kind), both / np.maximum(either, _TINY), 0.0)
+        if share.max(initial=0.0) >= _SAME_BOX:
+            free[share.argmax()] = False
+            pairs += 1
+    return pairs
 
 
 def overlap(original: Session, packed: Session, inputs: Sequence[Mapping[str, Array]], threshold: float) -> Agreement:

@@ -22,13 +22,16 @@ from models import schema
 from models.bundle import Accuracy, Agreement, Check, Quantized, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
 from models.spec import Array
+from models.tasks import detection
+from models.tasks.classification import probabilities
+from models.tasks.detection import DetectionSettings
 from models.tasks.reading import ReadingSettings
 from provisioning import data, samples, sharing, sources
 from provisioning.accuracy import Published
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
 from provisioning.int8 import Int8
-from provisioning.recipe import GraphRecipe, RecipeFile
+from provisioning.recipe import PICTURES, GraphRecipe, RecipeFile, fit_of
 from provisioning.sharing import Overview, Sharing
 from provisioning.steps import RUNTIME, Report, Steps
 
@@ -117,7 +120,8 @@ def build(
     room.precision, room.sharing = precision, wanted
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
     room.check_sharing(contents)
-    labels = "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
+    own = "\n".join(recipe.recipe.task.labels)
+    labels = own or "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
     graphs = {name: room.build(name, contents, labels.split("\n")) for name in recipe.recipe.graphs}
     steps = room.steps
     if steps.done_before:
@@ -140,8 +144,9 @@ def open_room(recipe: RecipeFile, folder: Path, cache: Cache, report: Report, sp
 
 
 def _unlabelled(recipe: RecipeFile, folder: Path, split: str) -> data.Split:
+    settings = fit_of(recipe.recipe.task)
     loaded = {
-        name: samples.load(graph.samples, graph.shape, folder, split)
+        name: samples.load(graph.samples, graph.shape, folder, split, settings)
         for name, graph in recipe.recipe.graphs.items()
         if graph.samples
     }
@@ -160,6 +165,8 @@ class Room:
     precision: str = "auto"
     sharing: Sharing | None = None
     settings: ReadingSettings = field(init=False)
+    boxes: DetectionSettings | None = field(init=False)
+    """Of task "detection"."""
     kept: Keeping = field(init=False)
     notes: dict[str, str] = field(default_factory=dict)
     """What passes have to say, for the report."""
@@ -169,6 +176,7 @@ class Room:
         task = self.file.recipe.task
         try:
             self.settings = schema.load(ReadingSettings, dict(task.settings) if task.kind == "reading" else {})
+            self.boxes = detection.checked(task.settings) if task.kind == "detection" else None
         except schema.SchemaError as error:
             msg = f"task.settings of the recipe do not fit: {error}"
             raise ConfigError(msg) from error
@@ -180,8 +188,8 @@ class Room:
 
     def fetch(self, name: str) -> bytes:
         """The checkpoint of a graph."""
-        source = self.source(name)
-        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source))
+        source, folder = self.source(name), self.file.folder
+        return self.steps.run("fetch", name, "", [source.sha256], schema.dump(source), lambda: _fetch(source, folder))
 
     def check_sharing(self, contents: Mapping[str, bytes]) -> None:
         """Raise ConfigError, before anything is built, when attention cannot be converted as wanted."""
@@ -201,13 +209,14 @@ class Room:
         graph, package = self.file.recipe.graphs[name], self.file.recipe.source
         if graph.labels_file:
             source = Source(package.package, package.version, graph.labels_file.file, graph.labels_file.sha256)
+            folder = self.file.folder
             content = self.steps.run(
-                "labels", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source)
+                "labels", name, "", [source.sha256], schema.dump(source), lambda: sources.fetch(source, folder)
             )
             try:
                 return _lines(content.decode()).removesuffix("\n").partition("\n")[2]
             except UnicodeDecodeError as error:
-                msg = f"the labels in {source.file} of {source.package} are not UTF-8 text: name another labels_file"
+                msg = f"the labels in {source.file} are not UTF-8 text: name another labels_file"
                 raise SourceError(msg) from error
         key = graph.labels
         if not key:
@@ -237,14 +246,16 @@ class Room:
         graph = self.file.recipe.graphs[name]
         calibration, example = self.inputs(name, "calibrate"), self.example(name)
         self._check_answers(name, published[name], example, labels)
-        gate = Gate(self.steps, self.kept, self.splits["gate"], self.settings, labels, name, graph, published)
+        split, boxes = self.splits["gate"], self.boxes
+        gate = Gate(self.steps, self.kept, split, self.settings, labels, name, graph, published, boxes)
         before_mark = graph.passes.index("mark") if "mark" in graph.passes else len(graph.passes)
         plain = self._passes(
             name, self._shared_if_wanted(name, self.normalised(name, published[name])), graph.passes[1:before_mark]
         )
         task_settings = schema.dump(self.settings)
         sha256, shape = self.splits["calibrate"].sha256, next(iter(example.values())).shape
-        int8 = Int8(self.steps, self.runtime, name, graph, plain, calibration, sha256, task_settings, shape, self.notes)
+        shown = (calibration, sha256, task_settings, shape)
+        int8 = Int8(self.steps, self.runtime, name, graph, plain, *shown, self.notes, boxes.head if boxes else "")
         original = gate.original()
         made: dict[str, bytes] = {}
         quantized: dict[str, Quantized] = {}
@@ -290,6 +301,19 @@ class Room:
                 "name others in the recipe with labels or labels_file"
             )
             raise SourceError(msg)
+        task = self.file.recipe.task
+        if task.kind in PICTURES:
+            if len(answers) > 1:
+                msg = (
+                    f"{graph.file} has {len(answers)} outputs, task {task.kind!r} knows what to do with one: "
+                    "export it without the others, or make its task 'tensors'"
+                )
+                raise SourceError(msg)
+            (answer,) = answers.values()
+            count = detection.class_count(answer, self.boxes) if self.boxes else probabilities(answer).shape[1]
+            if task.labels and count != len(task.labels):
+                msg = f"{graph.file} tells {count} classes apart, but task.labels has {len(task.labels)}: correct it"
+                raise SourceError(msg)
 
     def _candidates(self, graph: GraphRecipe) -> list[str]:
         """Precisions to try: all of the recipe, or the one that is wanted and after it float."""
@@ -326,11 +350,11 @@ class Room:
         )
 
 
-def _fetch(source: Source) -> bytes:
+def _fetch(source: Source, folder: Path) -> bytes:
     from provisioning import admit  # noqa: PLC0415 - see _labels
 
-    content = sources.fetch(source)
-    admit.admit(content, f"{source.file} of {source.package}")
+    content = sources.fetch(source, folder)
+    admit.admit(content, f"{source.file} of {source.package}" if source.package else source.file)
     return content
 
 

@@ -69,6 +69,15 @@ class SharingMethod(str, Enum):
     average = "average"
 
 
+class OwnTask(str, Enum):
+    """What a model of somebody's own does."""
+
+    classification = "classification"
+    detection = "detection"
+    lines = "lines"
+    tensors = "tensors"
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Data = Annotated[Path | None, typer.Option("--data", help="Folder of labelled data; default: the recipe's.")]
 Bundle = Annotated[Path, typer.Argument(help="Folder of a bundle.")]
@@ -135,6 +144,38 @@ def _progress() -> Iterator[Any]:
             msg = "interrupted: nothing was written, and an earlier result stands as it was"
             raise WorkshopError(msg) from error
         finish()
+
+
+@app.command(epilog=_epilog("provision new --from model.onnx --labels labels.txt"))
+def new(
+    model: Annotated[Path, typer.Option("--from", help="ONNX file of your own.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Recipe to write; default: the file's name, .toml.")] = None,
+    task: Annotated[
+        OwnTask | None, typer.Option(help="What it does; default: what it looks like. tensors suits everything.")
+    ] = None,
+    labels: Annotated[Path | None, typer.Option(help="Text file with the name of each class, one a row.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a recipe for an ONNX file of your own, with what the file tells."""
+    from models import schema  # noqa: PLC0415 - see the top
+    from provisioning import skeleton  # noqa: PLC0415
+
+    try:
+        names = labels.read_text(encoding="utf-8").splitlines() if labels else []
+    except (OSError, ValueError) as error:
+        msg = f"{labels} cannot be read as UTF-8 text ({error}): give a file with a name a row with --labels"
+        raise ConfigError(msg) from error
+    path = out or model.with_suffix(".toml")
+    found = skeleton.write(model, path, task.value if task else "", names)
+    if as_json:
+        _print_json({"recipe": str(path), **schema.dump(found)})
+        return
+    for sentence in found.found:
+        _out.print(sentence, markup=False)
+    _out.print(f"likely task: {found.task}; recipe: {path}", markup=False)
+    for key, why in found.guessed.items():
+        _out.print(f"check {key}: {why}", markup=False)
+    _out.print(f"then: provision build {path} --out {path.with_suffix('').name}-bundle", markup=False)
 
 
 @app.command(epilog=_epilog("provision build models/zoo/ppocr-v4.toml --target cpu --out ppocr-v4"))
@@ -373,7 +414,8 @@ def _show(path: Path, as_json: bool) -> None:
     _out.print(f"digest {manifest.digest}, content verified")
     _print_graphs(manifest.graphs, measured)
     for source in manifest.provenance.sources:
-        _out.print(f"from {source.package} {source.version}: {source.file}, sha256 {source.sha256[:12]}...")
+        origin = f"{source.package} {source.version}: {source.file}" if source.package else source.file
+        _out.print(f"from {origin}, sha256 {source.sha256[:12]}...")
     for step in manifest.provenance.steps:
         if step.asked:
             _out.print(f"asked for: {step.graph} with {step.asked}")

@@ -15,6 +15,7 @@ from typing import Any
 from appliance.runtime import Runtime
 from models import schema
 from models.bundle import Accuracy, Agreement, Check
+from models.tasks.detection import DetectionSettings
 from models.tasks.reading import ReadingSettings
 from provisioning import accuracy, data
 from provisioning.recipe import GraphRecipe
@@ -49,6 +50,8 @@ class Gate:
     graph: GraphRecipe
     published: Mapping[str, bytes]
     """All graphs as published, by name; `name` is the one that is judged."""
+    boxes: DetectionSettings | None = None
+    """Of a graph of role "locate"."""
 
     def original(self) -> Accuracy | None:
         """How well the graph as published reads; None for one that does not read."""
@@ -61,8 +64,14 @@ class Gate:
         if self.graph.role == "recognise":
             return self._judge_recogniser(precision, content)
         if self.graph.role == "classify":
-            agreement = self._agreement(precision, content, accuracy.same_class)
-            return _verdict([_kept("same_class", self.graph.gate.same_class, agreement)], agreement=agreement)
+            unlabelled = len(self.split.tensors.get(self.name, ()))
+            what = "unlabelled pictures" if unlabelled else "line pictures"
+            agreement = self._agreement(precision, content, partial(accuracy.same_class, what=what))
+            check = _kept("same_class", self.graph.gate.same_class, agreement, unlabelled)
+            return _verdict([check], agreement=agreement)
+        if self.boxes is not None:
+            agreement = self._agreement(precision, content, partial(accuracy.matched, settings=self.boxes))
+            return _verdict([_kept("matched", self.graph.gate.matched, agreement)], agreement=agreement)
         if self.graph.role == "encode":
             agreement = self._agreement(precision, content, accuracy.same_outputs)
             return _verdict([_kept("cosine", self.graph.gate.cosine, agreement)], agreement=agreement)
@@ -131,7 +140,7 @@ class Gate:
             return _json(schema.dump(measure(original, packed, inputs)))
 
         inputs: list[bytes | str] = [published, content, self.split.sha256]
-        settings = [self.graph.role, schema.dump(self.settings)]
+        settings = [self.graph.role, schema.dump(self.settings), schema.dump(self.boxes)]
         found = self.steps.run("compare", self.name, precision, inputs, settings, compare)
         return schema.load(Agreement, json.loads(found))
 
@@ -163,9 +172,11 @@ def detector_checks(
     return [accuracy.Difference.of(one, other).check("found_drop", limit, on)]
 
 
-def _kept(name: str, limit: float | None, agreement: Agreement) -> Check:
+def _kept(name: str, limit: float | None, agreement: Agreement, count: int = 0) -> Check:
+    """Hold `agreement` against `limit`; one of `count` samples may differ, or so few cannot resolve the limit."""
     least = limit or 0.0
-    return Check(name, least, agreement.share, agreement.share >= least, agreement.on)
+    resolved = not count or count * (1 - least) >= 1
+    return Check(name, least, agreement.share, agreement.share >= least, agreement.on, resolved=resolved)
 
 
 _LOSSES = {
@@ -174,7 +185,12 @@ _LOSSES = {
     "found_drop": ("the share of labelled page lines found", "fell", "rose"),
 }
 """Limit of a loss -> what is meant, and what it did when something was lost, and when something was won."""
-_SHARES = {"same_class": "same class", "cosine": "cosine of the outputs", "overlap": "overlap of the text found"}
+_SHARES = {
+    "same_class": "same class",
+    "matched": "boxes that both found",
+    "cosine": "cosine of the outputs",
+    "overlap": "overlap of the text found",
+}
 
 
 def said(check: Check) -> str:

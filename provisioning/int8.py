@@ -52,6 +52,8 @@ class Int8:
     """Of an input, for which the multiply-accumulates are counted."""
     notes: dict[str, str]
     """What there is to say, for the report."""
+    head: str = ""
+    """Of a graph of role "locate", the form of its output."""
     _done: dict[str, Quantized] = field(default_factory=dict)
 
     def make(self, precision: str) -> tuple[bytes, Quantized]:
@@ -102,7 +104,7 @@ class Int8:
         """JSON of what stays in float beside `kept`: for `int8` outside fused operators, else inside."""
         int8 = self.recipe.int8
         chosen = [int8.float_budget, int8.keep_float, kept, self.recipe.passes]
-        settings = [self.recipe.role, self.task_settings, list(self.shape), *chosen]
+        settings = [self.recipe.role, self.head, self.task_settings, list(self.shape), *chosen]
 
         def search() -> bytes:
             return _search(self, precision, even, seen, kept)
@@ -165,8 +167,9 @@ def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str
     inside = {name: macs for name, macs in everything.items() if name not in outside}
     fused = precision != UNFUSED
     counted = outside if fused else everything
-    means, samples = _seen(seen, "mean"), _few(int8.samples)
-    search = sensitivity.Search(even, int8.recipe.role, _thresholds(seen), means, samples, int8.runtime, THREADS)
+    means, samples = _seen(seen, "mean"), _few(int8.samples, cut=-1 in int8.recipe.shape[2:])
+    role, head = int8.recipe.role, int8.head
+    search = sensitivity.Search(even, role, _thresholds(seen), means, samples, int8.runtime, THREADS, head)
     targets = set(search.names)
     never = sum(macs for name, macs in counted.items() if name not in targets or name in kept)
     budget = int(int8.recipe.int8.float_budget * sum(counted.values()) - never)
@@ -188,16 +191,17 @@ def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str
     return json.dumps({"kept": rounded, "divergence": round(after, _DIGITS)}).encode()
 
 
-def _few(samples: Sequence[Mapping[str, Array]]) -> list[Mapping[str, Array]]:
+def _few(samples: Sequence[Mapping[str, Array]], *, cut: bool) -> list[Mapping[str, Array]]:
+    """`cut` takes the middle of a large one, where the graph takes any size."""
     chosen = [samples[i * len(samples) // _SAMPLES] for i in range(_SAMPLES)] if len(samples) > _SAMPLES else samples
     few: list[Mapping[str, Array]] = []
     pixels = 0
     for sample in chosen:
-        x_NCHW = _middle(sample["x"])
-        pixels += x_NCHW.size // 3
+        x = _middle(sample["x"]) if cut else sample["x"]
+        pixels += x.size // 3
         if few and pixels > _PIXELS:
             break
-        few.append({"x": x_NCHW})
+        few.append({"x": x})
     return few
 
 

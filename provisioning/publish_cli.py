@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from provisioning.publish import Repository
@@ -168,7 +168,8 @@ def status(
     if as_json:
         print(json.dumps(found, indent=1))
         return
-    table = Table("role", "version", "expires", "threshold", "keys", box=box.SIMPLE)
+    expiry = Column("expires", no_wrap=True)  # half a date would be no date
+    table = Table("role", "version", expiry, "threshold", "keys", box=box.SIMPLE)
     for role, one in found["roles"].items():
         expires = one["expires"] + (" EXPIRED" if one["expired"] else "")
         names = ", ".join(name or keyid[:8] for keyid, name in one["keys"].items())

@@ -16,6 +16,10 @@ from typing import Any
 from models import schema, tasks
 from models.bundle import SHA256, TaskSpec, is_name
 from models.errors import BundleError, ConfigError
+from models.tasks.classification import ClassificationSettings
+from models.tasks.detection import DetectionSettings
+from models.tasks.fit import FitSettings
+from models.tasks.lines import load_settings
 from provisioning.calibrate import METHODS
 
 if sys.version_info >= (3, 11):
@@ -25,14 +29,16 @@ else:
 
 READING = {"detect": "overlap", "classify": "same_class", "recognise": "exact_drop"}
 """What a graph does in a reading pipeline -> the limit that its gate needs."""
-ROLES = {**READING, "encode": "cosine"}
-"""The same with what a graph does elsewhere: its outputs are only compared with themselves as published."""
+ROLES = {**READING, "locate": "matched", "encode": "cosine"}
+"""The same with what a graph does elsewhere: finds objects, or is only compared with itself as published."""
+PICTURES = {"classification": ("cls", "classify"), "detection": ("det", "locate")}
+"""Task that is judged on pictures without labels -> name and role of its only graph."""
 LIMITS = {role: (limit,) for role, limit in ROLES.items()} | {
     "detect": ("overlap", "found_drop"),
     "recognise": ("exact_drop", "cer_drop"),
 }
 """Role -> all limits that its gate can have."""
-SAMPLES = ("pictures", "tokens")
+SAMPLES = ("pictures", "tokens", "tensors")
 FIRST_WORD = 1000
 """Token ids below this are no words in the vocabularies of BERT."""
 SHORTEST = 4
@@ -61,9 +67,11 @@ class Gate:
     cer_drop: float | None = None
     """Largest rise of the character error rate on the gate lines."""
     same_class: float | None = None
-    """Smallest share of lines that get the same class."""
+    """Smallest share of lines or pictures that get the same class."""
     overlap: float | None = None
     """Smallest intersection over union of the text areas found on pages."""
+    matched: float | None = None
+    """Smallest share of the boxes found by either that both find, at an intersection over union of 0.5."""
     cosine: float | None = None
     """Smallest mean cosine between the outputs and those as published."""
     found_drop: float | None = None
@@ -90,14 +98,14 @@ class Int8:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a graph that reads no text is shown (see `provisioning.samples`)."""
+    """What a graph without labelled data is shown (see `provisioning.samples`)."""
 
     kind: str
     """One of SAMPLES."""
     count: int = 24
     """Of each split, or as many as there are."""
     mean: tuple[float, ...] = (0.0, 0.0, 0.0)
-    """Of pictures, subtracted from red, green and blue between 0 and 1 ..."""
+    """Of pictures for role "encode", subtracted from red, green and blue between 0 and 1 ..."""
     deviation: tuple[float, ...] = (1.0, 1.0, 1.0)
     """... before they are divided by this."""
     vocabulary: int = 0
@@ -130,7 +138,7 @@ class GraphRecipe:
     labels_file: LabelsFile | None = None
     int8: Int8 = field(default_factory=Int8)
     samples: Samples | None = None
-    """For role "encode", which has no labelled data."""
+    """For graphs that have no labelled data: of role "encode", and of the tasks in PICTURES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +147,8 @@ class TaskRecipe:
 
     kind: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    labels: tuple[str, ...] = ()
+    """In class order, where they are in no checkpoint and no package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +159,10 @@ class Recipe:
     version: str
     licence: str
     data: str
-    source: Package
     task: TaskRecipe
     graphs: Mapping[str, GraphRecipe]
+    source: Package = Package("", "")
+    """Without it the files of the graphs are somebody's own, in the folder of the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +172,9 @@ class RecipeFile:
     recipe: Recipe
     sha256: str
     default_data: Path
-    """The recipe's data folder, under the project's root."""
+    """The recipe's data folder: under the project's root, or for files of somebody's own beside the recipe."""
+    folder: Path
+    """Where the recipe is."""
 
 
 def read(path: Path) -> RecipeFile:
@@ -178,8 +191,9 @@ def read(path: Path) -> RecipeFile:
     for fault in _faults(recipe):
         msg = f"recipe {path}: {fault}"
         raise ConfigError(msg)
-    root = next((folder for folder in path.resolve().parents if (folder / "pyproject.toml").exists()), path.parent)
-    return RecipeFile(recipe, hashlib.sha256(content).hexdigest(), root / recipe.data)
+    projects = path.resolve().parents if recipe.source.package else ()
+    root = next((folder for folder in projects if (folder / "pyproject.toml").exists()), path.parent)
+    return RecipeFile(recipe, hashlib.sha256(content).hexdigest(), root / recipe.data, path.parent)
 
 
 def _faults(recipe: Recipe) -> Iterator[str]:
@@ -188,23 +202,47 @@ def _faults(recipe: Recipe) -> Iterator[str]:
     for key, value in names.items():
         if not is_name(value):
             yield f"{key}: {value!r} cannot be a name: use up to 64 of a-z 0-9 . _ -, first a letter or digit"
-    if not (recipe.source.package and recipe.source.version):
+    if bool(recipe.source.package) != bool(recipe.source.version):
         yield "source.package or source.version is empty"
-    try:
-        tasks.make(TaskSpec(recipe.task.kind, recipe.task.settings), [])
-    except BundleError as error:
-        yield f"task: {error}"
+    yield from _task_faults(recipe)
     roles = {graph.role for graph in recipe.graphs.values()}
     if not roles:
         yield "graphs: there is none"
     if "encode" in roles and len(roles) > 1:
         yield "graphs of role 'encode' and others, which need labelled data, cannot be in one bundle"
     for name, graph in recipe.graphs.items():
-        yield from (f"graphs.{name}{said}" for said in chain(_unknown_words(graph), _graph_faults(graph)))
+        judged = _graph_faults(graph, unlabelled=graph.role == "encode" or recipe.task.kind in PICTURES)
+        yield from (f"graphs.{name}{said}" for said in chain(_unknown_words(graph), judged))
         if "." in name:
             yield f"graphs.{name}: a graph's name has no dot, because the names of its engines have"
         if graph.gate.found_drop is not None and roles != set(READING):
             yield f"graphs.{name}.gate.found_drop needs graphs of all roles, which read pages together"
+
+
+def _task_faults(recipe: Recipe) -> Iterator[str]:
+    task = recipe.task
+    try:
+        tasks.make(TaskSpec(task.kind, task.settings), task.labels)
+    except BundleError as error:
+        yield f"task: {error}"
+        return
+    if any(not label or "\n" in label for label in task.labels):
+        yield "task.labels has an empty one, or one of several rows"
+    wanted, have = PICTURES.get(task.kind), {name: graph.role for name, graph in recipe.graphs.items()}
+    if wanted and have != dict([wanted]):
+        yield f"graphs: task {task.kind!r} has one graph, called {wanted[0]!r}, of role {wanted[1]!r}"
+    elif wanted:
+        fits, shape = fit_of(task), recipe.graphs[wanted[0]].shape
+        if fits and shape[1:] != fits.shape:
+            yield f"graphs.{wanted[0]}.shape is {list(shape)}, but task.settings make {['N', *fits.shape]} of a picture"
+    if not wanted and "locate" in have.values():
+        yield "graphs of role 'locate' belong to task 'detection'"
+
+
+def fit_of(task: TaskRecipe) -> FitSettings | None:
+    """How a task of PICTURES makes a picture fit its graph; None for any other. Raises BundleError when that is odd."""
+    kinds = {"classification": ClassificationSettings, "detection": DetectionSettings}
+    return load_settings(kinds[task.kind], task.settings) if task.kind in kinds else None
 
 
 def _unknown_words(graph: GraphRecipe) -> Iterator[str]:
@@ -220,7 +258,7 @@ def _unknown_words(graph: GraphRecipe) -> Iterator[str]:
             yield f".{what} has {unknown[0]!r}; known: {', '.join(known)}"
 
 
-def _graph_faults(graph: GraphRecipe) -> Iterator[str]:
+def _graph_faults(graph: GraphRecipe, *, unlabelled: bool) -> Iterator[str]:
     limits = {limit: value for limit, value in schema.dump(graph.gate).items() if value is not None}
     needed, known = ROLES[graph.role], LIMITS[graph.role]
     int8, ordered = graph.int8, sorted(graph.passes, key=PASSES.index)
@@ -238,8 +276,9 @@ def _graph_faults(graph: GraphRecipe) -> Iterator[str]:
         ".gate: limits are shares between -1 and 1": all(-1 <= limit <= 1 for limit in limits.values()),
         ".int8.percentile must be above 0 and at most 100": 0 < int8.percentile <= _ALL_PERCENT,
         ".int8: shares are between 0 and 1": 0 <= int8.share <= 1 and 0 <= int8.float_budget <= 1,
-        ".samples is for role 'encode', which needs it": (graph.role == "encode") == (graph.samples is not None),
-        " can be fp32 only: nothing measures what INT8 does to role 'encode'": not graph.samples
+        ".samples is for role 'encode' and for tasks without labels, which need it": unlabelled
+        == (graph.samples is not None),
+        " can be fp32 only: nothing measures what INT8 does to role 'encode'": graph.role != "encode"
         or graph.precisions == ("fp32",),
     }
     yield from (said for said, kept in rules.items() if not kept)
@@ -258,5 +297,5 @@ def _sample_faults(samples: Samples, shape: Sequence[int]) -> Iterator[str]:
                 yield f"{key} must be three numbers"
         if min(samples.deviation) <= 0:
             yield "deviation must be above 0"
-    elif samples.vocabulary <= FIRST_WORD or samples.longest < SHORTEST:
+    elif samples.kind == "tokens" and (samples.vocabulary <= FIRST_WORD or samples.longest < SHORTEST):
         yield f"vocabulary must be above {FIRST_WORD}, and longest {SHORTEST} or more"

@@ -1,7 +1,9 @@
-"""Samples for graphs that read no text: what a recipe says that they are shown.
+"""Samples for graphs without labelled data: what a recipe says that they are shown.
 
-    pictures  every JPEG and PNG file under a folder, whole and in quarters, resized and normalised; of the files in
-              order of their names every second one is gate, the others are calibrate
+    pictures  every JPEG and PNG file under a folder, whole and in quarters, made to fit as the graph's task does it;
+              of the files in order of their names every second one is gate, the others are calibrate
+    tensors   every npz file under a folder, the arrays in it named as the graph's inputs, or `x` if there is one;
+              divided in the same way
     tokens    sentences of random token ids, padded at their end, with their attention mask; from a fixed seed
 
 Nothing here is labelled: such graphs are compared with themselves as published.
@@ -10,32 +12,42 @@ Nothing here is labelled: such graphs are compared with themselves as published.
 from __future__ import annotations
 
 import hashlib
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-import cv2
 import numpy as np
 
 from models.errors import CallerError, ConfigError, SourceError
+from models.folder import unpack_arrays
 from models.spec import Array
-from models.tasks import picture
+from models.tasks import fit, picture
 from provisioning.recipe import FIRST_WORD, SHORTEST, Samples
 
 SPLITS = ("calibrate", "gate")
 _MAX_PIXELS = 50_000_000
 
+T = TypeVar("T")
 Inputs = dict[str, Array]
 
 
-def load(samples: Samples, shape: Sequence[int], folder: Path, split: str) -> tuple[tuple[Inputs, ...], str]:
+def load(
+    samples: Samples, shape: Sequence[int], folder: Path, split: str, settings: fit.FitSettings | None = None
+) -> tuple[tuple[Inputs, ...], str]:
     """The samples of `split` for a graph whose input has `shape`, and their digest.
+
+    Pictures are made to fit by the `settings` of the graph's task; without them as `samples` says.
 
     Raises ConfigError for a split that there is none of, SourceError when the folder has too few usable pictures.
     """
     if split not in SPLITS:
         msg = f"there is no split {split!r} of unlabelled samples: choose {' or '.join(SPLITS)}"
         raise ConfigError(msg)
-    made = KINDS[samples.kind](samples, shape, folder, split)
+    if samples.kind == "pictures" and settings is None:
+        height, width = shape[2:]
+        settings = fit.FitSettings(width, height, "stretch", mean=samples.mean, deviation=samples.deviation)
+    made = _TAKEN[samples.kind](samples, folder, split, settings or fit.FitSettings())
     digest = hashlib.sha256()
     for sample in made:
         for name, array in sample.items():
@@ -44,18 +56,41 @@ def load(samples: Samples, shape: Sequence[int], folder: Path, split: str) -> tu
     return made, digest.hexdigest()
 
 
-def _pictures(samples: Samples, shape: Sequence[int], folder: Path, split: str) -> tuple[Inputs, ...]:
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in {".jpg", ".jpeg", ".png"})
+def _files(samples: Samples, folder: Path, split: str, endings: set[str]) -> list[Path]:
+    """The files of `split`."""
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in endings)
     chosen = files[SPLITS.index(split) :: len(SPLITS)]
     if not chosen:
-        msg = f"{folder} has {len(files)} pictures (JPEG, PNG), two are the least: give another folder with --data"
+        kinds = ", ".join(sorted(ending[1:] for ending in endings))
+        msg = (
+            f"{folder} has {len(files)} {samples.kind} (files {kinds}), two are the least: "
+            "put more there, or give another folder with --data"
+        )
         raise SourceError(msg)
-    height, width = shape[2:]
-    parts = [part for file in chosen for part in _whole_and_quarters(_read(file), height, width)]
-    few = (
-        [parts[i * len(parts) // samples.count] for i in range(samples.count)] if samples.count < len(parts) else parts
-    )
-    return tuple({"x": _normalised(part, samples, height, width)} for part in few)
+    return chosen
+
+
+def _pictures(samples: Samples, folder: Path, split: str, settings: fit.FitSettings) -> tuple[Inputs, ...]:
+    files = _files(samples, folder, split, {".jpg", ".jpeg", ".png"})
+    parts = [part for file in files for part in _whole_and_quarters(_read(file), settings.height, settings.width)]
+    return tuple({"x": fit.prepare(part, settings)} for part in _few(parts, samples.count))
+
+
+def _tensors(samples: Samples, folder: Path, split: str, _settings: fit.FitSettings) -> tuple[Inputs, ...]:
+    made = []
+    for file in _few(_files(samples, folder, split, {".npz"}), samples.count):
+        try:
+            arrays = unpack_arrays(file.read_bytes())
+        except (OSError, ValueError, zipfile.BadZipFile) as error:
+            msg = f"{file} is no file of numpy arrays ({error}): write it with numpy.savez, or take it away"
+            raise SourceError(msg) from error
+        made.append(dict(zip(["x"], arrays.values(), strict=True)) if len(arrays) == 1 else arrays)
+    return tuple(made)
+
+
+def _few(found: Sequence[T], count: int) -> Sequence[T]:
+    """As many of `found`, evenly chosen."""
+    return [found[i * len(found) // count] for i in range(count)] if count < len(found) else found
 
 
 def _read(file: Path) -> Array:
@@ -76,15 +111,7 @@ def _whole_and_quarters(picture_HWC: Array, height: int, width: int) -> list[Arr
     return [picture_HWC, *quarters]
 
 
-def _normalised(picture_HWC: Array, samples: Samples, height: int, width: int) -> Array:
-    resized = cv2.resize(picture_HWC, (width, height), interpolation=cv2.INTER_AREA)
-    rgb = resized[:, :, ::-1].astype(np.float32) / 255
-    x_HWC = (rgb - np.array(samples.mean, np.float32)) / np.array(samples.deviation, np.float32)
-    return np.ascontiguousarray(x_HWC.transpose(2, 0, 1)[None])
-
-
-def _tokens(samples: Samples, shape: Sequence[int], folder: Path, split: str) -> tuple[Inputs, ...]:
-    del shape, folder
+def _tokens(samples: Samples, _folder: Path, split: str, _settings: fit.FitSettings) -> tuple[Inputs, ...]:
     random = np.random.default_rng(SPLITS.index(split))
     made = []
     for _ in range(samples.count):
@@ -97,7 +124,8 @@ def _tokens(samples: Samples, shape: Sequence[int], folder: Path, split: str) ->
     return tuple(made)
 
 
-KINDS: dict[str, Callable[[Samples, Sequence[int], Path, str], tuple[Inputs, ...]]] = {
+_TAKEN: dict[str, Callable[[Samples, Path, str, fit.FitSettings], tuple[Inputs, ...]]] = {
     "pictures": _pictures,
+    "tensors": _tensors,
     "tokens": _tokens,
 }

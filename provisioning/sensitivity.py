@@ -2,12 +2,12 @@
 
 How far a graph is from float is the mean Kullback-Leibler divergence of its output distribution from that of the float
 graph, in nats a decision; a decision is one time step of a recogniser, one picture of a classifier, one pixel of a
-detector. Starting with everything in INT8, each operator alone is put back into float, and ranked by what that takes
-off the divergence: in its place among the others, because errors amplify each other. (Ranking by an operator's own
-error in an otherwise float graph misjudged PP-OCRv4: see docs/quantization.md.) That ranking takes every fourth sample;
-the first few are then measured on all of them, the best of these (or one nearly as good that costs less) is kept in
-float, and so on until the budget of multiply-accumulates is spent, no gain is worth it, or what is left is noise.
-All are ranked anew when little of the divergence is left.
+detector of text, one class of one candidate of a detector of objects. Starting with everything in INT8, each operator
+alone is put back into float, and ranked by what that takes off the divergence: in its place among the others, because
+errors amplify each other. (Ranking by an operator's own error in an otherwise float graph misjudged PP-OCRv4: see
+docs/quantization.md.) That ranking takes every fourth sample; the first few are then measured on all of them, the best
+of these (or one nearly as good that costs less) is kept in float, and so on until the budget of multiply-accumulates
+is spent, no gain is worth it, or what is left is noise. All are ranked anew when little of the divergence is left.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import onnx_ir as ir
 from appliance.runtime import Runtime, Session
 from models.errors import SourceError
 from models.spec import Array
+from models.tasks import detection
+from models.tasks.classification import probabilities
 from provisioning import passes
 from provisioning.passes import operand, quantize, sizes
 
@@ -72,15 +74,20 @@ class Search:
         samples: Sequence[Mapping[str, Array]],
         runtime: Runtime,
         threads: int,
+        head: str = "",
     ) -> None:
-        """`thresholds` and `means` are those of pass quantize; `samples` are inputs of `graph`."""
+        """`thresholds` and `means` are those of pass quantize; `samples` are inputs of `graph`.
+
+        `head` is the form of the output of a graph of role "locate".
+        """
+        self._head = head
         self._role, self._samples, self._threads = role, samples, threads
         model = passes.load(graph, "the graph")
         self.names = quantize.switch(model, thresholds, means)
         if role == "recognise":
             _expose_scores(model)
         self._session = runtime.open(passes.save(model), threads=1)
-        self._plain = [_log_distribution(role, one) for one in self._answers(self.names, 1)]
+        self._plain = [_log_distribution(role, one, head) for one in self._answers(self.names, 1)]
 
     def keep(self, candidates: Mapping[str, int], kept: Collection[str], budget: int) -> Kept:
         """Choose among `candidates` (operator -> its multiply-accumulates), `kept` being in float already.
@@ -117,7 +124,7 @@ class Search:
         """Divergence with all but `keep_float` in INT8, on every `stride`-th sample."""
         outputs = self._answers(keep_float, stride)
         with ThreadPoolExecutor(self._threads) as pool:
-            compare = partial(_divergence, self._role)
+            compare = partial(_divergence, self._role, head=self._head)
             sums = list(pool.map(compare, self._plain[::stride], outputs))
         return sum(one for one, _ in sums) / sum(count for _, count in sums)
 
@@ -188,19 +195,19 @@ def _only(session: Session, sample: Mapping[str, Array]) -> Array:
     return output
 
 
-def _log_distribution(role: str, output: Array) -> Array:
+def _log_distribution(role: str, output: Array, head: str = "") -> Array:
     """Logarithm of the probabilities of each decision, [decisions, outcomes], FP32."""
     if role == "recognise":
         below = output - output.max(axis=-1, keepdims=True)
         below -= np.log(np.exp(below).sum(axis=-1, keepdims=True))
         return np.asarray(below.reshape(-1, output.shape[-1]))
     if role == "classify":
-        return np.asarray(np.log(np.maximum(output, _TINY)))
-    text = output.reshape(-1, 1)
-    return np.asarray(np.log(np.clip(np.concatenate([text, 1 - text], axis=1), _TINY, 1)))
+        return np.asarray(np.log(np.maximum(probabilities(output), _TINY)))
+    there = (detection.scores(output, head) if role == "locate" else output).reshape(-1, 1)
+    return np.asarray(np.log(np.clip(np.concatenate([there, 1 - there], axis=1), _TINY, 1)))
 
 
-def _divergence(role: str, log_p: Array, output: Array) -> tuple[float, int]:
+def _divergence(role: str, log_p: Array, output: Array, head: str = "") -> tuple[float, int]:
     """Sum of the divergences of all decisions, and how many these are."""
-    log_q = _log_distribution(role, output)
+    log_q = _log_distribution(role, output, head)
     return float((np.exp(log_p) * (log_p - log_q)).sum(dtype=np.float64)), len(log_p)

@@ -108,7 +108,10 @@ class _Room:
         graphs = folder.manifest.graphs
         reader = next((name for name, graph in graphs.items() if graph.original), None)
         if reader is None:
-            msg = f"{folder.path} holds no graph that was measured on labelled lines: build the bundle again"
+            msg = (
+                f"{folder.path} holds no graph that reads lines, and only these are verified on labelled data: "
+                "`provision inspect` shows what the gate measured"
+            )
             raise BundleError(msg)
         self.reader = reader
         if precision != "auto" and precision not in graphs[reader].variants:

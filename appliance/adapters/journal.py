@@ -184,14 +184,21 @@ class Journal:
 def _opened(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path, check_same_thread=False)
     try:
-        (state,) = database.execute("PRAGMA quick_check").fetchone()
-        if state != "ok":
-            raise sqlite3.DatabaseError(state)
+        if not _whole(database):
+            database.execute("REINDEX")  # an index is made of its table, and may alone be what is damaged
+            if not _whole(database):
+                raise sqlite3.DatabaseError("its pages do not fit together")
+            log.warning("journal_mended", path=str(path))
         database.executescript(_SCHEMA)
     except sqlite3.Error:
         database.close()
         raise
     return database
+
+
+def _whole(database: sqlite3.Connection) -> bool:
+    """Whether tables are sound and indexes agree with them, of which `quick_check` looks at the first alone."""
+    return bool(database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",))
 
 
 def _read(kind: type[T], text: str) -> T | None:

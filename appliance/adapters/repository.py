@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TypeAlias, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -43,7 +43,7 @@ from tuf.ngclient import FetcherInterface, Updater
 from models import published
 from models.bundle import Blob, Manifest
 from models.errors import ApplianceError, Unreachable, UntrustedUpdate, UpdateError
-from models.folder import MANIFEST, blob_path, write_file
+from models.folder import MANIFEST, blob_path, make_folder, sync_folder, write_file
 from models.orders import Commander, Commanders
 from models.published import Pointer, Revoked
 
@@ -67,6 +67,9 @@ _WINDOW_BYTES = 2**24
 """That a frame may ask for when it is unpacked; twice what `provision publish` uses."""
 _OK, _PARTIAL, _NOT_SATISFIABLE = 200, 206, 416
 _LARGEST_MANIFEST_BYTES = 16 * 2**20
+
+OnBytes: TypeAlias = Callable[[int, int], None]
+"""Told how many compressed bytes have come, and how many unpacked ones of the bundle are there, since the last call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +160,9 @@ class Repository:
         Raises UntrustedUpdate for what is not signed by enough keys, older than what was accepted before, expired or
         mixed; Unreachable when it cannot be had. Nothing of what was accepted before is lost.
         """
-        self._metadata.mkdir(parents=True, exist_ok=True)
         with _judged():
-            client = Updater(
+            make_folder(self._metadata)
+            client = _Client(
                 str(self._metadata),
                 f"{self._url}/{published.METADATA}",
                 target_base_url=f"{self._url}/{published.TARGETS}",
@@ -170,7 +173,6 @@ class Repository:
             # be fresh. There is no other way in yet.
             client._trusted_set.reference_time = datetime.fromtimestamp(now, timezone.utc)  # noqa: SLF001
             client.refresh()
-            _sync(self._metadata)
             timestamp = client._trusted_set.timestamp  # noqa: SLF001 - see above
         signed_at = timestamp.unrecognized_fields.get(published.SIGNED_AT, 0)
         return Accepted(client, self._fetcher, signed_at if isinstance(signed_at, int) else 0)
@@ -180,29 +182,31 @@ class Repository:
         manifest: Manifest,
         slot: Path,
         others: Mapping[str, Path],
-        on_bytes: Callable[[int], None] = lambda _count: None,
+        on_bytes: OnBytes = lambda _packed, _ready: None,
         gone: threading.Event | None = None,
     ) -> None:
         """Bring what `manifest` names into the folder `slot`, its manifest last.
 
-        Blobs that are there, or as checked blobs of `others` (sha256 -> file), are not fetched. `on_bytes` is told, in
-        other threads, of compressed bytes as they come; `gone`, set by others, ends it. Raises Unreachable, also when
-        the disk would be too full, and UntrustedUpdate for blobs that are not what was signed. What came stays there
-        for the next try.
+        Blobs that are there, or as checked blobs of `others` (sha256 -> file), are not fetched. `on_bytes` is told of
+        it, also in other threads; `gone`, set by others, ends it. Raises Unreachable, also when the disk would be too
+        full, and UntrustedUpdate for blobs that are not what was signed. What came stays there for the next try.
         """
-        missing = []
+        missing, blobs = [], slot / "blobs" / "sha256"
+        blobs.mkdir(parents=True, exist_ok=True)
+        # At once, or a power cut takes with a folder what has come into it; always, as its maker may have been killed.
+        for folder in (slot.parent.parent, slot.parent, slot, blobs.parent):
+            sync_folder(folder)
         for blob in manifest.blobs():
             path = blob_path(slot, blob)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if not matches(path, blob) and not _linked(others.get(blob.sha256), path, blob):
+            if matches(path, blob) or _linked(others.get(blob.sha256), path, blob):
+                on_bytes(0, blob.size_bytes)
+            else:
                 missing.append(blob)
         self._check_room(slot, missing)
         self._blobs(missing, slot, on_bytes, gone or threading.Event())
-        for folder in (slot.parent.parent, slot.parent, slot, slot / "blobs"):
-            _sync_folder(folder)
         write_file(slot / MANIFEST, manifest.to_bytes())
 
-    def _blobs(self, missing: list[Blob], slot: Path, on_bytes: Callable[[int], None], gone: threading.Event) -> None:
+    def _blobs(self, missing: list[Blob], slot: Path, on_bytes: OnBytes, gone: threading.Event) -> None:
         """Fetch blobs, some at a time, in threads that do not hold up the end of the process."""
         waiting, errors = iter(missing), list[BaseException]()
 
@@ -237,7 +241,7 @@ class Repository:
             )
             raise Unreachable(msg)
 
-    def _blob(self, blob: Blob, path: Path, on_bytes: Callable[[int], None], gone: threading.Event) -> None:
+    def _blob(self, blob: Blob, path: Path, on_bytes: OnBytes, gone: threading.Event) -> None:
         """Fetch one blob; a damaged one a second time from its beginning, as its first part may be of another time."""
         part = path.with_name(f"{path.name}.part")
         for last in (False, True):
@@ -252,9 +256,7 @@ class Repository:
                 part.unlink(missing_ok=True)
                 return
 
-    def _stream(
-        self, blob: Blob, path: Path, part: Path, on_bytes: Callable[[int], None], gone: threading.Event
-    ) -> None:
+    def _stream(self, blob: Blob, path: Path, part: Path, on_bytes: OnBytes, gone: threading.Event) -> None:
         """Fetch what is missing of `part`, unpacking and hashing as it comes, a bounded piece at a time."""
         temporary = path.with_name(f"{path.name}.new")
         sha256, size_bytes = hashlib.sha256(), 0
@@ -268,6 +270,7 @@ class Repository:
                         size_bytes += len(piece)
                         sha256.update(piece)
                         out.write(piece)
+                        on_bytes(0, len(piece))
                         if len(piece) < min(_CHUNK_BYTES, left_bytes):  # the frame has ended
                             break
             except zstandard.ZstdError as error:
@@ -277,11 +280,9 @@ class Repository:
             out.flush()
             os.fsync(out.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
-    def _packed(
-        self, blob: Blob, packed: IO[bytes], on_bytes: Callable[[int], None], gone: threading.Event
-    ) -> Iterator[bytes]:
+    def _packed(self, blob: Blob, packed: IO[bytes], on_bytes: OnBytes, gone: threading.Event) -> Iterator[bytes]:
         """The compressed bytes of a blob: those that `packed` holds, then the others, which are added to it.
 
         Whoever has enough leaves. Raises Unreachable when there are no more for now.
@@ -297,7 +298,7 @@ class Repository:
                     if gone.is_set():
                         raise Unreachable("the download was ended: it goes on later")
                     packed.write(chunk)
-                    on_bytes(len(chunk))
+                    on_bytes(len(chunk), 0)
                     self._pace(len(chunk))
                     yield chunk
             except DownloadError as error:
@@ -328,6 +329,17 @@ class Repository:
             except urllib3.exceptions.HTTPError as error:
                 msg = f"the connection broke: {error}"
                 raise DownloadError(msg) from error
+
+
+class _Client(Updater):
+    """python-tuf's client, whose accepted metadata is safe from power cuts.
+
+    Lost, or empty under its name as an unsynced file may be, an older one would be accepted again.
+    """
+
+    def _persist_file(self, filename: str, data: bytes) -> None:
+        """Replace a file of metadata."""
+        write_file(Path(filename), data)
 
 
 class Accepted:
@@ -436,7 +448,7 @@ def _linked(other: Path | None, path: Path, blob: Blob) -> bool:
         path.hardlink_to(other)
     except OSError:  # another file system, or one without links
         write_file(path, other.read_bytes())
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return True
 
 
@@ -466,27 +478,6 @@ def _judged() -> Iterator[None]:
         raise Unreachable(msg) from error
 
 
-def _sync(folder: Path) -> None:
-    """Make accepted metadata safe from a power cut: lost, an older one would be accepted."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink():
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-    for path in (folder, folder / "root_history"):
-        _sync_folder(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line of the public TUF client conformance suite; 0 done, 1 refused."""
     parser = argparse.ArgumentParser(prog="appliance.adapters.repository", description=main.__doc__)
@@ -506,7 +497,7 @@ def main(arguments: list[str] | None = None) -> int:
         with _judged():
             if options.target_dir:
                 Path(options.target_dir).mkdir(parents=True, exist_ok=True)
-            client = Updater(
+            client = _Client(
                 str(folder),
                 options.metadata_url,
                 target_dir=options.target_dir,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from models.errors import ConfigError
-from models.folder import read_measurements, write_file, write_measurements
+from models.folder import make_folder, read_measurements, write_file, write_measurements
 from models.measurements import Measurements
 
 _OVERHEAD, _CONFIGURED = "process_overhead.json", "configured.json"
@@ -28,7 +28,7 @@ class Store:
         """Make and lock `path`; raises ConfigError when it cannot be used or another daemon has it."""
         self.path, self._pretends_full = path, False
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             msg = f"the state folder {path} cannot be used ({error.strerror}): give another with --state-dir"

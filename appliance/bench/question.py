@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from models.answers import said
 from models.errors import ApplianceError
 from models.spec import DTYPES, Array, Tensor
 
@@ -187,10 +188,10 @@ def _apart(have: Array, want: Array) -> float:
 def _lines(element: bytes) -> tuple[object, Array]:
     """Texts of a predict document and the confidence of each; anything else is one text."""
     try:
-        lines = json.loads(element)["lines"]
-        return [line["text"] for line in lines], np.array([line["confidence"] for line in lines])
+        found = said(json.loads(element))
     except (ValueError, KeyError, TypeError):
         return element, np.empty(0)
+    return [text for text, _ in found], np.array([confidence for _, confidence in found])
 
 
 def _filled(datatype: str, shape: Sequence[int], chance: np.random.Generator | None) -> Array:

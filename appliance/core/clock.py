@@ -16,7 +16,10 @@ def distrust(wall: float, floor: float, *, synced: bool) -> str:
     """Why the wall clock is not believed where trust depends on it; empty when it is."""
     floor = max(floor, RELEASED_AT)
     if not synced:
-        return "clock_not_trusted: the clock is not synchronised yet, so nothing is installed; serving goes on"
+        return (
+            "clock_not_trusted: the clock is not synchronised yet, so nothing is installed; serving goes on. Wait for "
+            "the time daemon, or set clock.assume_synced where the clock is right without one"
+        )
     if wall < floor:
         late_s = floor - wall
         return f"clock_not_trusted: the clock is {late_s:.0f} s behind what was signed before; set it right"

@@ -3,6 +3,7 @@
 Names are those that TensorRT 10.3 to 11.4 and TensorRT-RTX 1.7 share; a test holds every one of them against a table
 taken from their own bindings. Buffers, streams and captured graphs go through `kernels.launch.Driver`.
 None of this has run on a GPU yet: docs/engines.md lists what was tried and how.
+Past 400 lines because engine, context, buffers and captured graphs share one thread's CUDA state.
 """
 
 from __future__ import annotations

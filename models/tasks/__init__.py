@@ -39,6 +39,14 @@ def make(spec: TaskSpec, labels: Sequence[str]) -> Task:
         from models.tasks.lines import Lines  # noqa: PLC0415 - a worker loads one task only
 
         return Lines(spec.settings, labels)
+    if spec.kind == "classification":
+        from models.tasks.classification import Classification  # noqa: PLC0415 - a worker loads one task only
+
+        return Classification(spec.settings, labels)
+    if spec.kind == "detection":
+        from models.tasks.detection import Detection  # noqa: PLC0415 - a worker loads one task only
+
+        return Detection(spec.settings, labels)
     if spec.kind == "tensors":
         from models.tasks.tensors import Tensors  # noqa: PLC0415 - a worker loads one task only
 

@@ -69,7 +69,7 @@ def load_settings(kind: type[Settings], settings: Mapping[str, Any]) -> Settings
         raise BundleError(msg) from error
     for name, value in settings.items():
         least = 1 if isinstance(getattr(loaded, name), int) else 0
-        if value < least:
+        if isinstance(value, (int, float)) and value < least:
             msg = f"the task's settings do not fit: {name} must be {least} or more, not {value}"
             raise BundleError(msg)
     return loaded

@@ -260,10 +260,14 @@ def test_a_daemon_compiles_what_it_serves_meanwhile_and_says_why_it_cannot_run_i
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
     bundle = tiny.scale_bundle(tmp_path / "scale", 2)
+    bare = tiny.linear_model(tmp_path / "linear.onnx")
     daemon = start_daemon(
-        "--bundle", str(bundle), APPLIANCE_RUNTIME="tensorrt-rtx", APPLIANCE_ENGINES__TARGET="rtx"
+        *("--bundle", str(bundle), "--onnx", f"linear={bare}"),
+        APPLIANCE_RUNTIME="tensorrt-rtx",
+        APPLIANCE_ENGINES__TARGET="rtx",
     ).wait_serving()
     daemon.wait_ready()
+    assert "appliance-degraded" not in daemon.infer("linear", np.ones((1, 16), np.float32)).headers
     x = np.ones((1, 4), np.float32)
 
     def degraded() -> str:

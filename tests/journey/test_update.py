@@ -1,9 +1,14 @@
-"""From `provision publish` to a device that serves the new version, or goes back by itself, while requests flow."""
+"""From `provision publish` to a device that serves the new version, or goes back by itself, while requests flow.
+
+Past 400 lines because every test is one fate of an update, with the same mirror, device and traffic.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,7 +25,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.broker import Listener, Mosquitto, needs_mosquitto
-from support.daemon import Daemon, StartDaemon, binary_floats
+from support.daemon import Daemon, StartDaemon, appliance, binary_floats
 from support.mirror import Mirror
 from support.processes import clean_environment, eventually, new_mark
 from support.workshop import PROVISION
@@ -126,7 +131,7 @@ def test_a_published_version_is_fetched_proven_and_serves_and_the_next_start_ser
     assert seen["1.0.0"] > 10
     assert (done["step"], done["digest"], done["committed"]) == ("good", digest, True), done
     steps = " ".join(verdict["step"] for verdict in done["verdicts"])
-    assert steps == "check reserve fetch verify prove memory latency shadow switch trial"
+    assert steps == "check reserve fetch verify compile prove memory latency shadow switch trial"
     figures = {verdict["step"]: verdict["figures"] for verdict in done["verdicts"]}
     assert figures["shadow"] == {"compared": 5.0, "agreement": 1.0}
     assert figures["trial"]["requests"] > 10
@@ -141,7 +146,8 @@ def test_a_published_version_is_fetched_proven_and_serves_and_the_next_start_ser
     assert again.model("scale")["version"] == "1.0.0"
     assert "rolled back by order" in undone["reason"]
     order(again, "update")
-    eventually(lambda: "failed here" in (again.status()["update"]["problem"] or ""), "it is not tried again by itself")
+    eventually(lambda: "rolled back by order" in (again.status()["update"]["problem"] or ""), "it is not taken again")
+    assert "failed" not in again.status()["update"]["problem"]  # it was wanted
     again.stop()
 
 
@@ -180,6 +186,47 @@ def test_a_version_whose_worker_dies_on_trial_is_taken_back_by_itself(
     assert (done["step"], done["failed_step"], done["committed"]) == ("undone", "trial", False), done
     assert daemon.model("scale")["version"] == "1.0.0"
     assert binary_floats(daemon.infer("scale.g", X))[0, 0] == 3
+    daemon.stop()
+
+
+def test_a_version_that_is_slower_on_live_requests_is_taken_back_by_itself_and_no_request_is_lost(
+    start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
+) -> None:
+    one = tiny.scale_bundle(tmp_path / "v1", 1, null=True, delay_s=0.002)
+    two = tiny.scale_bundle(tmp_path / "v2", 2, null=True, delay_s=0.15)
+    daemon = follow(start_daemon, mirror, one, LATENCY_RATIO="100", TRIAL_RATIO="1", TRIAL_S="2.5")
+    with traffic(daemon) as seen:
+        eventually(lambda: seen["1.0.0"] > 100, "it is known how fast the version before is")
+        mirror.add(two)
+        order(daemon, "update")
+        done = ended(daemon)
+        before = seen["1.0.0"]
+        eventually(lambda: seen["1.0.0"] > before + 10, "the version before answers again")
+    assert (done["step"], done["failed_step"]) == ("undone", "trial"), done
+    assert "ms on trial and took" in done["reason"]
+    assert seen["2.0.0"] > 20
+    assert daemon.model("scale")["version"] == "1.0.0"
+    daemon.stop()
+
+
+@pytest.mark.long
+def test_an_operator_sees_how_far_an_update_is_and_takes_it_back_by_hand_while_requests_flow(
+    start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
+) -> None:
+    one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
+    daemon = follow(start_daemon, mirror, one, TRIAL_S="4")
+    env = {"APPLIANCE_URL": daemon.url, "APPLIANCE_TOKEN": daemon.token("admin")}
+    with traffic(daemon) as seen:
+        mirror.add(two)
+        updated = appliance("update", "--wait", env=env)
+        assert (updated.returncode, updated.stdout) == (0, "deployment 1: scale 2.0.0 is good\n"), updated
+        told = updated.stderr.splitlines()
+        assert any(re.fullmatch(r"deployment 1: trial [1-9]0 %", line) for line in told), told
+        eventually(lambda: seen["2.0.0"] > 10, "the new version answers")
+        back = appliance("rollback", "--wait", "--json", env=env)
+        assert json.loads(back.stdout)["deployment"]["step"] == "undone"
+        before = seen["1.0.0"]
+        eventually(lambda: seen["1.0.0"] > before + 10, "the version before answers again")
     daemon.stop()
 
 

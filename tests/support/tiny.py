@@ -53,6 +53,16 @@ def linear_model(path: Path) -> Path:
     )
 
 
+def fours_model(path: Path) -> Path:
+    """`y` is `x`, FP32 [1, 4]."""
+    return _save(
+        path,
+        [helper.make_node("Identity", ["x"], ["y"])],
+        [_value("x", TensorProto.FLOAT, [1, 4])],
+        [_value("y", TensorProto.FLOAT, [1, 4])],
+    )
+
+
 def root_model(path: Path) -> Path:
     """`y` is the square root of `x`, FP32 [any, any]: NaN below zero."""
     return _save(

@@ -132,6 +132,7 @@ def test_nothing_is_installed_by_a_clock_that_is_not_synchronised_or_shows_a_tim
     assert clock.distrust(NOW, 0.0, synced=True) == ""
     for wall, floor, synced in ((NOW, 0.0, False), (0.0, 0.0, True), (NOW, NOW + 60, True)):
         assert clock.distrust(wall, floor, synced=synced).startswith("clock_not_trusted: ")
+    assert "clock.assume_synced" in clock.distrust(NOW, 0.0, synced=False)
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,23 @@ def test_a_damaged_journal_is_set_aside_and_the_device_starts(tmp_path: Path) ->
     assert (tmp_path / "journal.db.damaged").read_bytes().startswith(b"no database")
 
 
+def test_a_damaged_index_is_made_anew_and_nothing_is_lost(tmp_path: Path) -> None:
+    path = tmp_path / "journal.db"
+    with closing(Journal(path)) as journal:
+        journal.write([DEPLOYMENT], [SLOT], FACTS)
+        asked = "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_slots_1'"
+        (page,) = journal._database.execute(asked).fetchone()  # noqa: SLF001
+        (page_bytes,) = journal._database.execute("PRAGMA page_size").fetchone()  # noqa: SLF001
+    content = bytearray(path.read_bytes())
+    at = content.index(SLOT.digest.encode(), (page - 1) * page_bytes, page * page_bytes)
+    content[at] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        with closing(Journal(path)) as journal:
+            assert journal.read() == Known((DEPLOYMENT,), (SLOT,), FACTS)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_journal_that_cannot_be_made_is_refused_by_its_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"journal\.db cannot be used .* --state-dir"):
         Journal(tmp_path / "missing" / "journal.db")
@@ -81,7 +98,7 @@ def test_every_commit_is_synced(tmp_path: Path) -> None:
 
 def test_a_daemon_that_starts_writes_down_where_it_goes_on(tmp_path: Path) -> None:
     begun = rules.begin(DEPLOYMENT, NOW)
-    for _ in range(4):
+    for _ in range(5):
         begun = rules.begin(rules.after(begun, Event.PASSED, NOW), NOW)
     assert begun.at is Step.PROVE
     with closing(Journal(tmp_path / "journal.db")) as journal:

@@ -54,6 +54,7 @@ def test_the_status_shows_keys_versions_and_channels(published: Provision) -> No
     assert "dev" in said
     status = json.loads(published("publish", "status", "repository", "--json"))
     assert status["channels"] == {"dev/scale": "1.0.0"}
+    assert all(f" {one['expires']} " in said for one in status["roles"].values()), said
     assert {role: (len(one["keys"]), one["threshold"]) for role, one in status["roles"].items()} == {
         "root": (3, 2),
         "targets": (2, 1),

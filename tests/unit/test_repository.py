@@ -351,6 +351,17 @@ def test_only_what_a_device_lacks_is_fetched(mirror: Mirror, device: Device, tmp
     assert fetched == {blob.sha256 for blob in two.manifest.blobs()} - set(others)
 
 
+def test_whoever_waits_is_told_of_every_byte_that_came_and_that_is_there(mirror: Mirror, device: Device) -> None:
+    release = device.accept().release("stable", "scale")
+    assert release
+    whole_bytes = sum(blob.size_bytes for blob in release.manifest.blobs())
+    for came_bytes in (True, False):
+        told: list[tuple[int, int]] = []
+        device.repository.fetch(release.manifest, device.slot, {}, lambda *counts: told.append(counts))  # noqa: B023
+        assert sum(ready for _packed, ready in told) == whole_bytes
+        assert sum(packed for packed, _ready in told) == came_bytes * mirror.sent_bytes
+
+
 def test_a_damaged_blob_of_another_slot_is_fetched_instead(device: Device, tmp_path: Path) -> None:
     one = BundleFolder(bundle(tmp_path, 1))
     others = {blob.sha256: one.path / "blobs" / "sha256" / blob.sha256 for blob in one.manifest.blobs()}
