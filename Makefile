@@ -12,10 +12,10 @@ PYTEST := $(BIN)/python -m pytest
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
 
-test: .venv/.dev .venv/.mosquitto
+test: .venv/.dev .venv/.mosquitto .venv/.chromium
 	$(PYTEST) -m "not long"
 
-test-long: .venv/.dev .venv/.mosquitto
+test-long: .venv/.dev .venv/.mosquitto .venv/.chromium
 	$(PYTEST) -m long
 
 lint: .venv/.dev
@@ -79,4 +79,12 @@ clean:
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing mosquitto" && \
 	    apt-get update -qq && apt-get install -y -qq mosquitto mosquitto-clients >/dev/null; } || \
 	  echo "mosquitto is missing and this user may not install it: its tests will be skipped"
+	@touch $@
+
+# The status page is tested in a real browser, on the same terms.
+.venv/.chromium: | .venv/.pip
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing chromium" && \
+	    apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	  echo "chromium is missing and this user may not install it: its tests will be skipped"
 	@touch $@

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import ssl
 import sys
 import time
 import uuid
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
 from rich.table import Table
 
-from appliance import __version__, console, enroll_cli, token_cli
+from appliance import __version__, console, doctor_cli, enroll_cli, token_cli
+from appliance.console import DEFAULT_URL, AsJson, Url, ask, client, refused
 from models.answers import items
 from models.errors import ApplianceError
 
@@ -24,21 +23,21 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Serve vision models on this device, and ask the daemon that serves them.",
     epilog="Exit codes: 0 done, 1 refused or failed (the reason is printed), 2 wrong usage.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-Url = Annotated[
-    str, typer.Option(help="address of the daemon", envvar="APPLIANCE_URL", show_default=True, metavar="URL")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document instead of a table")]
 app.add_typer(token_cli.app, name="token")
 app.command("enroll", epilog=enroll_cli.EPILOG)(enroll_cli.enroll)
+app.command(epilog="Example: appliance doctor, before or after installation; appliance doctor --drill")(
+    doctor_cli.doctor
+)
+app.command("support-bundle", epilog="Example: appliance support-bundle --out case-17.tar.gz")(
+    doctor_cli.support_bundle
+)
 
 _POLL_S = 0.5
-DEFAULT_URL = "http://127.0.0.1:8080"
-TOKEN_VARIABLE, CA_VARIABLE = "APPLIANCE_TOKEN", "APPLIANCE_CA"
-"""Not options: a command line can be read by everybody on the machine."""
+_FAULTS = 3
+"""The last that `status` shows."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,25 +64,34 @@ def run_daemon(
     os.execv(sys.executable, [sys.executable, "-m", "appliance", "run", *(arguments or [])])  # noqa: S606 - ourselves
 
 
-@app.command(epilog="Example: appliance infer ppocr-v4 receipt.jpg")
+@app.command(epilog="Example: appliance infer ppocr-v4 receipt.jpg --out found.png")
 def infer(
     model: Annotated[str, typer.Argument(help="model to ask, e.g. ppocr-v4")],
     file: Annotated[Path, typer.Argument(help="JPEG or PNG", exists=True, dir_okay=False, readable=True)],
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
     deadline_ms: Annotated[float | None, typer.Option(help="give up after this long")] = None,
+    out: Annotated[Path | None, typer.Option(help="draw what was found into a copy of the picture")] = None,
 ) -> None:
     """Send a picture and print what the model answers."""
     parameters = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
-    answer = _ask("POST", url, f"/v1/models/{model}/predict", content=file.read_bytes(), params=parameters)
+    content = file.read_bytes()
+    answer = ask("POST", url, f"/v1/models/{model}/predict", content=content, params=parameters)
+    if out:
+        from appliance.drawing import drawn  # noqa: PLC0415 - opencv, which the other commands need not wait for
+
+        try:
+            out.write_bytes(drawn(content, items(answer), out.suffix))
+        except (ApplianceError, OSError) as error:
+            console.fail(f"{out} cannot be written: {error}")
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
     kind = "class" if "classes" in answer else "object" if "objects" in answer else "text"
-    table = Table(kind, "confidence", "at", box=None)
-    for item in items(answer):
+    table = Table("", kind, "confidence", "at", box=None)
+    for i, item in enumerate(items(answer), 1):
         at = "{:.0f},{:.0f}".format(*item["box"][0]) if "box" in item else ""
-        table.add_row(item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
+        table.add_row(str(i), item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
     screen = console.plain()
     screen.print(table if table.row_count else f"no {kind} found")
     screen.print(
@@ -96,7 +104,7 @@ def infer(
 @app.command(epilog="Example: appliance status --json")
 def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     """Show what the daemon serves and how it is."""
-    answer = _ask("GET", url, "/v1/status")
+    answer = ask("GET", url, "/v1/status")
     if as_json:
         print(json.dumps(answer, ensure_ascii=False))
         return
@@ -123,6 +131,15 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     for model in answer["models"]:
         if model["reason"]:
             screen.print(f"{model['name']}: {model['reason']}", style="yellow")
+    memory = answer["memory"]
+    screen.print(
+        f"memory: {_mebibytes(memory['leased_bytes'])} of {_mebibytes(memory['budget_bytes'])} leased, "
+        f"pressure {memory['step']}"
+    )
+    for fault in answer["recent_faults"][:_FAULTS]:
+        spent = fault["recovery_s"]
+        end = "not recovered yet" if spent is None else f"recovered in {spent:.2f} s"
+        screen.print(f"fault {fault['ago_s']:.0f} s ago: {fault['model']} {fault['cause']}, {end}")
     mqtt = answer["mqtt"]
     if mqtt:
         state = "connected" if mqtt["connected"] else f"down: {mqtt['reason']}"
@@ -136,6 +153,27 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if update:
         step = f"deployment {update['deployment']} is at {update['step']}" if update["deployment"] else "nothing to do"
         screen.print(f"updates from channel {update['channel']}: {update['problem'] or step}")
+
+
+@app.command(epilog="Example: appliance models --load ppocr-v4. To load and unload, APPLIANCE_TOKEN holds a token.")
+def models(
+    load: Annotated[str, typer.Option(help="load this one first", metavar="NAME")] = "",
+    unload: Annotated[str, typer.Option(help="unload this one first", metavar="NAME")] = "",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show every model that is known here, loaded or not."""
+    for verb, name in (("unload", unload), ("load", load)):
+        if name:
+            ask("POST", url, f"/v2/repository/models/{name}/{verb}")
+    found = ask("POST", url, "/v2/repository/index")
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    table = Table("model", "version", "state", "reason", box=None)
+    for one in found:
+        table.add_row(one["name"], one["version"], one["state"].lower(), one["reason"])
+    console.plain().print(table if found else "no models: give one with `appliance run --bundle FOLDER`")
 
 
 @app.command(epilog="Example: appliance update --wait. APPLIANCE_TOKEN holds an administrator's token.")
@@ -165,7 +203,7 @@ def rollback(
 def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json: bool) -> None:
     """Give an order, wait for what comes of it if so wished, and print that."""
     order = {"id": str(uuid.uuid4()), "command": command, "args": args}
-    answer = _ask("POST", url, "/v1/commands", json=order)
+    answer = ask("POST", url, "/v1/commands", json=order)
     if answer["status"] != "done":
         console.fail(f"{command} is {answer['status']}: {answer['reason']}")
     if wait:
@@ -190,7 +228,7 @@ def _waited(url: str) -> dict[str, Any]:
     screen, told = console.plain(stderr=True), ""
     with screen.status("") as shown:
         time.sleep(_POLL_S)  # until the daemon has begun what was ordered
-        while (state := _ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
+        while (state := ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
             now = "looking at the repository"
             if state["deployment"]:
                 share = "" if state["share"] is None else f" {int(state['share'] * 10)}0 %"
@@ -205,49 +243,8 @@ def _waited(url: str) -> dict[str, Any]:
 
 
 def _deployments(url: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = _ask("GET", url, "/v1/deployments")["deployments"]
+    found: list[dict[str, Any]] = ask("GET", url, "/v1/deployments")["deployments"]
     return found
-
-
-@app.command(epilog="Example: appliance doctor --drill. It breaks the daemon on purpose: not while it is needed.")
-def doctor(
-    drill: Annotated[bool, typer.Option("--drill", help="inject every fault, and time each recovery")] = False,
-    model: Annotated[str, typer.Option(help="model to drill on (default: the first)", metavar="NAME")] = "",
-    url: Url = DEFAULT_URL,
-    as_json: AsJson = False,
-) -> None:
-    """Examine a running daemon: with --drill, by breaking it in every way and watching it recover."""
-    if not drill:
-        console.plain(stderr=True).print("say what to examine: --drill", style="red")
-        raise typer.Exit(2)
-    from appliance.drill import Drill  # noqa: PLC0415 - the other commands need none of it
-
-    results = []
-    try:
-        with _client(url, timeout_s=120.0) as client:
-            held = Drill(client, model)
-            progress = console.plain(stderr=True)
-            with progress.status("breaking things") as shown:
-                for result in held.run():
-                    shown.update(f"{result.fault}: {result.verdict}")
-                    results.append(result)
-    except ApplianceError as error:
-        console.fail(str(error))
-    except httpx.HTTPError as error:
-        _fail(url, error)
-    failed = any(result.verdict == "failed" for result in results)
-    if as_json:
-        print(json.dumps({"model": held.model, "passed": not failed, "faults": [asdict(one) for one in results]}))
-    else:
-        table = Table("fault", "what it is", "detected by", "answer while broken", "recovery", "verdict", box=None)
-        for one in results:
-            recovery = "-" if one.recovery_s is None else f"{one.recovery_s:.2f} s"
-            verdict = f"{one.verdict} ({one.note})" if one.note else one.verdict
-            style = {"failed": "red", "not caught": "yellow", "skipped": "dim"}.get(one.verdict)
-            table.add_row(one.fault, one.means, one.detected_by, one.answers, recovery, verdict, style=style)
-        console.plain().print(table)
-    if failed:
-        raise typer.Exit(1)
 
 
 @app.command(epilog="Example: appliance bench --report bench.html. It loads the daemon fully: not while it is needed.")
@@ -267,14 +264,14 @@ def bench(
     plan = measure.Plan(30.0 if quick else 120.0, price_per_hour, faults_per_day, drill=not quick)
     progress = console.plain(stderr=True)
     try:
-        with _client(url, timeout_s=120.0) as client, progress.status("looking at the daemon") as shown:
-            found = measure.Bench(client, model, plan, shown.update).run()
+        with client(url, timeout_s=120.0) as http, progress.status("looking at the daemon") as shown:
+            found = measure.Bench(http, model, plan, shown.update).run()
         if report:
             report.write_text(to_html(found), encoding="utf-8")
     except ApplianceError as error:
         console.fail(str(error))
     except httpx.HTTPError as error:
-        _fail(url, error)
+        refused(url, error)
     except OSError as error:
         console.fail(f"the report cannot be written: {error}")
     if as_json:
@@ -293,45 +290,5 @@ def bench(
         raise typer.Exit(1)
 
 
-def _client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
-    """A client of the daemon at `url`; exits with 1 and one sentence when what it was told cannot be used.
-
-    A token is taken from APPLIANCE_TOKEN, and the authority of the daemon's certificate from the PEM file APPLIANCE_CA.
-    """
-    token, authority = os.environ.get(TOKEN_VARIABLE), os.environ.get(CA_VARIABLE)
-    try:
-        return httpx.Client(
-            base_url=url if "://" in url else f"http://{url}",
-            timeout=timeout_s,
-            trust_env=False,  # a proxy that the environment names knows nothing of this machine's loopback
-            headers={"authorization": f"Bearer {token}"} if token else {},
-            verify=ssl.create_default_context(cafile=authority) if authority else True,
-        )
-    except httpx.InvalidURL as error:
-        console.fail(f"{url} is no address: {error}")
-    except OSError as error:
-        console.fail(f"{CA_VARIABLE} names {authority}, which cannot be used ({error}): give a PEM file")
-
-
-def _fail(url: str, error: httpx.HTTPError) -> NoReturn:
-    """Print why the daemon at `url` could not be asked, or what it refused, and exit with 1."""
-    if not isinstance(error, httpx.HTTPStatusError):
-        console.fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
-    try:
-        reason = error.response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        reason = error.response.text[:200]
-    console.fail(f"{reason} (HTTP {error.response.status_code})")
-
-
-def _ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON
-    """Ask the daemon; on failure print one sentence and exit with 1."""
-    try:
-        with _client(url) as client:
-            response = client.request(method, path, **request).raise_for_status()
-    except httpx.HTTPError as error:
-        _fail(url, error)
-    try:
-        return response.json()
-    except ValueError:
-        console.fail(f"what answers at {url} is not the daemon: give its address with --url")
+def _mebibytes(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB"

@@ -34,12 +34,14 @@ from appliance.adapters import host, http
 from appliance.adapters.access import gate_before
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
+from appliance.adapters.live import Live, following
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
+from appliance.adapters.traces import Exporter
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
@@ -49,6 +51,7 @@ from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.orders import Orders, changed_by_order
+from appliance.recorder import FLIGHTS, Recorder
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
 from appliance.updates import Updates
@@ -109,6 +112,7 @@ async def _run(config: settings.Settings) -> int:
                 "update": updates.status(),
                 "compiling": engines.status(),
                 "identity": upkeep.status(),
+                "recent_faults": live.recent_faults(),
                 "faults_enabled": config.faults.enabled,
             }
 
@@ -132,26 +136,26 @@ async def _run(config: settings.Settings) -> int:
         mqtt = stack.enter_context(door_to_broker(config, service, clock))
         if mqtt:
             switches["broker-loss"] = mqtt.lose_broker
+        recorder = Recorder(
+            service,
+            config.state_dir / FLIGHTS,
+            per_s=config.log.requests_per_s,
+            export=_exporter(stack, config.traces.endpoint, device_id),
+        )
+        live = stack.enter_context(following(service, recorder.fault))
         service.orders |= Orders(service, given, store, now=clock, parts=(updates, mqtt)).by_name()
-        bodies = Bodies(each_bytes=config.http.body_limit_bytes, all_bytes=config.http.bodies_limit_bytes)
         app = gate_before(
-            http.build(service, Metrics(service), bodies, clock), config.http, TokenFile(config.state_dir)
+            http.build(service, Metrics(service), live, _bodies(config.http), clock),
+            config.http,
+            TokenFile(config.state_dir),
         )
         server = _server(app, config, tls)
-
-        async def stop_service() -> None:
-            # What answering took is no longer there for the workers: the whole stop fits into the grace period.
-            left_s = server.stop_at + config.shutdown_grace_s - time.monotonic()
-            await service.stop(max(left_s, _LEAST_GRACE_S) if server.should_exit else _LEAST_GRACE_S)
-            log.info("stopped")
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, server.stop)
+        _stop_by_signal(server, live)
         _feed_watchdog(stack, service)
         service.listeners.append(readiness := _Readiness(service))
         service.start()
         readiness()
-        stack.push_async_callback(stop_service)
+        stack.push_async_callback(_stop_service, server, service, recorder, config.shutdown_grace_s)
         _start_mqtt(stack, mqtt)
         _say_serving(listener, config, service)
         updates.start(service, open_bundle, engines)
@@ -162,6 +166,33 @@ async def _run(config: settings.Settings) -> int:
         log.info("stopping")
         notify("STOPPING=1")
     return 0
+
+
+def _exporter(stack: contextlib.AsyncExitStack, endpoint: str, device_id: str) -> Exporter | None:
+    """Who sends spans of requests, where that is wished for."""
+    if not endpoint:
+        return None
+    exporter = Exporter(endpoint, device_id)
+    stack.push_async_callback(asyncio.to_thread, exporter.close)
+    return exporter
+
+
+async def _stop_service(server: _Server, service: Service, recorder: Recorder, grace_s: float) -> None:
+    # What answering took is no longer there for the workers: the whole stop fits into the grace period.
+    left_s = server.stop_at + grace_s - time.monotonic()
+    await service.stop(max(left_s, _LEAST_GRACE_S) if server.should_exit else _LEAST_GRACE_S)
+    await recorder.finish()
+    log.info("stopped")
+
+
+def _stop_by_signal(server: _Server, live: Live) -> None:
+    def stop() -> None:
+        server.stop()
+        live.end()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
 
 
 def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
@@ -264,6 +295,10 @@ class _StandardError:
 
     def flush(self) -> None:
         """Nothing waits."""
+
+
+def _bodies(http: settings.Http) -> Bodies:
+    return Bodies(each_bytes=http.body_limit_bytes, all_bytes=http.bodies_limit_bytes)
 
 
 def _limits(config: settings.Settings) -> Limits:
@@ -416,6 +451,8 @@ def _configure_log(terminal: bool, device_id: str = "") -> None:
     """Log lines to standard error: for people on a terminal, else JSON; with the device's name once it is known."""
 
     def named(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if "model" in line:
+            line["model_id"] = line["model"]
         return {**line, "device_id": device_id} if device_id else line
 
     stream: Any = _StandardError()
@@ -478,8 +515,11 @@ def _named_file(text: str) -> tuple[str, Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="appliance run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Serve models over local HTTP, and over MQTT when a broker is given.",
-        epilog="Example: appliance run --bundle ./ppocr-v4 --http 127.0.0.1:8080   "
+        epilog="Example: appliance run --bundle ./ppocr-v4 --state-dir ./state\n"
+        "Then, in another terminal: appliance status\n\n"
+        "Every setting can also stand in the file of --config, or in the environment (APPLIANCE_HTTP__PORT=8081).\n"
         "Exit codes: 0 stopped cleanly, 1 could not run (the reason is printed), 2 wrong usage.",
     )
     add = parser.add_argument

@@ -24,6 +24,7 @@ from appliance.core.faults import Fault
 from appliance.core.health import Rung, State, WorkerHealth, failed
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.core.trace import Trace
 from appliance.faults import MEND, Faults, Injection
 from appliance.life import Life, StartLife
 from appliance.memory import UNLIMITED, Judge, Keeper, ModelState, Standing
@@ -77,6 +78,10 @@ class InferRequest:
     deadline_ms: float | None = None
     priority: int = DEFAULT_PRIORITY
     source: str = ""
+    id: str = ""
+    """What its caller calls it."""
+    trace: Trace | None = None
+    """Where it stands in its caller's trace, if it does in any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,8 @@ class Outcome:
     timing_ms: Mapping[str, float] = field(default_factory=dict)
     together: int = 1
     """Requests that shared the run, if there was one."""
+    request: InferRequest | None = None
+    """Whose payloads are borrowed as long as the caller waits; None where nobody tells."""
 
 
 Observer: TypeAlias = Callable[[Outcome], None]
@@ -315,6 +322,8 @@ class Service:
         self.orders: dict[str, Order] = {"status": lambda _order: self.status()}
         self.deployments: Callable[[], list[dict[str, Any]]] = list
         """Attempts to move to another version, the newest first, as plain data."""
+        self.flights: Callable[[], Sequence[object]] = list
+        """The last requests without what they carried, the newest first, as data for JSON."""
         self.inbox: Inbox | None = None
         """Remembers orders across restarts, and knows whose signature counts; None where none is set up."""
         self._ordering = asyncio.Lock()
@@ -613,11 +622,20 @@ class Service:
             "models": [
                 _model_status(bundle, self._unready(bundle), self._swaps[bundle.name]) for bundle in self._bundles
             ],
-            "workers": [_worker_status(bundle) for bundle in self._bundles],
+            "workers": self.workers(),
             "workers_aside": self._keeper.aside(),
             "memory": self._keeper.status(),
             **self._facts(),
         }
+
+    def workers(self) -> list[dict[str, Any]]:
+        """What `status` says of the worker of each bundle."""
+        return [_worker_status(bundle) for bundle in self._bundles]
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait, for all models together."""
+        return sum(bundle.supervisor.waiting for bundle in self._bundles)
 
     @property
     def _healths(self) -> list[WorkerHealth]:
@@ -659,7 +677,8 @@ class Service:
         else:
             return response
         finally:
-            outcome = Outcome(request.model, bundle.version, time.monotonic() - started, fault, timing_ms, together)
+            spent_s = time.monotonic() - started
+            outcome = Outcome(request.model, bundle.version, spent_s, fault, timing_ms, together, request)
             for observer in self.observers:
                 observer(outcome)
 
@@ -760,6 +779,7 @@ def _worker_status(bundle: Bundle) -> dict[str, Any]:
         "state": health.state.value,
         "restarts": health.restarts,
         "cause": health.cause.value if health.cause else None,
+        "reason": health.reason or None,
         "rung": health.rung.value if health.rung else None,
         "skipped_rungs": [rung.value for rung in health.missing],
         "faults": _by_name(health.fault_counts),

@@ -216,6 +216,22 @@ class Engines(_Part):
     time_limit_s: float = Field(default=1800.0, ge=1, description="a graph whose build takes longer is given up")
 
 
+class Log(_Part):
+    """What is told of requests."""
+
+    requests_per_s: int = Field(
+        default=20, ge=0, le=10_000, description="lines on answered requests, and as many on failed ones; 0 is none"
+    )
+
+
+class Traces(_Part):
+    """Where traces of requests go; no endpoint means nowhere."""
+
+    endpoint: str = Field(
+        default="", pattern=r"^(https?://\S+)?$", description="OTLP over HTTP, like http://collector:4318/v1/traces"
+    )
+
+
 class Faults(_Part):
     """Fault injection, for drills."""
 
@@ -255,6 +271,8 @@ class Settings(BaseSettings):
     identity: Identity = Identity()
     update: Update = Update()
     engines: Engines = Engines()
+    log: Log = Log()
+    traces: Traces = Traces()
     faults: Faults = Faults()
 
     @classmethod

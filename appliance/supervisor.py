@@ -298,7 +298,7 @@ class Supervisor:
             rung=health.rung.value if health.rung else "quarantine",
             skipped=[rung.value for rung in health.missing] or None,
             in_s=None if health.state is State.READY else round(health.retry_at - now, 3),
-            **({} if code is None else {"cuda_error": code}),
+            **({} if code is None else {"cuda_error_code": code}),
         )
         if health.reboot_wanted:
             log.error("reboot_wanted", model=self.name, reason=reason)

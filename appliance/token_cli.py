@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from appliance import console
+from appliance.console import AsJson, Config, StateDir, settings_of
 from models.errors import ApplianceError
 
 if TYPE_CHECKING:
@@ -25,13 +26,6 @@ app = typer.Typer(
     epilog="Example: appliance token create gate-camera --role infer",
 )
 
-StateDir = Annotated[
-    Path | None,
-    typer.Option(help="state folder of the daemon (default: as in its settings)", metavar="DIR", show_default=False),
-]
-Config = Annotated[Path | None, typer.Option(help="settings of the daemon", metavar="FILE", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document")]
-
 
 @app.command(epilog="Example: appliance token create gate-camera --role infer")
 def create(
@@ -41,14 +35,19 @@ def create(
     config: Config = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a token and print it. It is shown this once; the file keeps only what recognises it."""
+    """Make a token and print it, alone on standard output. It is shown this once: the file keeps what recognises it."""
     from appliance.adapters.tokens import Role  # noqa: PLC0415 - numpy behind it would slow every other command
 
     try:
-        token = _file(state_dir, config).create(name, Role.of(role))
+        file = _file(state_dir, config)
+        token = file.create(name, Role.of(role))
     except ApplianceError as error:
         console.fail(str(error))
-    print(json.dumps({"name": name, "role": role, "token": token}) if as_json else token)
+    if as_json:
+        print(json.dumps({"name": name, "role": role, "token": token, "file": str(file.path)}))
+        return
+    print(token)
+    console.plain(stderr=True).print(f"{name} opens the daemon whose state folder is {file.path.parent}", style="dim")
 
 
 @app.command("list", epilog="Example: appliance token list --json")
@@ -73,17 +72,18 @@ def revoke(
     name: Annotated[str, typer.Argument(help="name of the token")],
     state_dir: StateDir = None,
     config: Config = None,
+    as_json: AsJson = False,
 ) -> None:
     """Let a token open nothing any more, within a second."""
     try:
-        _file(state_dir, config).revoke(name)
+        file = _file(state_dir, config)
+        file.revoke(name)
     except ApplianceError as error:
         console.fail(str(error))
+    print(json.dumps({"name": name, "revoked": True, "file": str(file.path)}) if as_json else f"{name} is revoked")
 
 
 def _file(state_dir: Path | None, config: Path | None) -> TokenFile:
-    from appliance import settings  # noqa: PLC0415 - only here a client needs the daemon's settings
-    from appliance.adapters.tokens import TokenFile  # noqa: PLC0415
+    from appliance.adapters.tokens import TokenFile  # noqa: PLC0415 - only here a client needs it
 
-    flags = {} if state_dir is None else {"state_dir": state_dir}
-    return TokenFile(settings.load(profile="cpu", config=config, flags=flags).state_dir)
+    return TokenFile(settings_of(config, state_dir).state_dir)

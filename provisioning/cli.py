@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 _sweep = typer.Typer(no_args_is_help=True, help="Measure a graph over every value of one setting.")
 app.add_typer(_sweep, name="sweep")

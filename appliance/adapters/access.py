@@ -39,7 +39,8 @@ _CHANGES = (
 )
 """Path -> the role that verbs other than `READING` need there."""
 
-_LOOKED_AT = frozenset({b"host", b"origin", b"authorization"})
+_LOOKED_AT = frozenset({b"host", b"origin", b"authorization", b"x-request-id", b"traceparent"})
+"""Headers that are looked for in one go; `scope["known"]` has those that came."""
 
 _FRESH_S = 1.0
 """How long a revoked token may still be taken."""
@@ -90,7 +91,7 @@ class Gate:
         except ApplianceError as error:
             await refusal(error)(scope, receive, send)
             return
-        scope["caller"] = caller
+        scope["caller"], scope["known"] = caller, headers
         try:
             await self._app(scope, receive, send)
         finally:
@@ -123,7 +124,7 @@ class Gate:
                 self._read_at = now
                 found = role_of(token, self._tokens)
             if found is None:
-                raise Unauthenticated("this token is not known here: make one with `appliance token create`")
+                raise _needs_token("this token is not known here", Role.INFER)
             return Caller(*found)
         name = scope.get("client_certificate")
         if name is not None:
@@ -133,9 +134,7 @@ class Gate:
                 raise Forbidden(msg)
             return Caller(name, role)
         if not self._rules.anonymous:
-            raise Unauthenticated(
-                "this needs a token: make one with `appliance token create` and send it as `authorization: Bearer ...`"
-            )
+            raise _needs_token("this needs a token", Role.INFER)
         return Caller(str((scope.get("client") or ("local",))[0]), Role.INFER, anonymous=True)
 
     def _read(self) -> Mapping[str, Token]:
@@ -151,7 +150,8 @@ def gate_before(app: ASGIApp, told: Http, tokens: TokenFile) -> Gate:
     if not told.on_loopback and not tokens.read() and not told.client_roles:
         msg = (
             f"http.host is {told.host!r}, which others can reach, and nobody could be let in: make a token with "
-            "`appliance token create`, or set http.client_ca and http.client_roles"
+            f"`appliance token create NAME --role infer --state-dir {tokens.path.parent}`, "
+            "or set http.client_ca and http.client_roles"
         )
         raise ConfigError(msg)
     names = frozenset(name.lower() for name in told.hosts)
@@ -183,13 +183,18 @@ def _check(caller: Caller, needed: Role) -> None:
     if caller.role >= needed:
         return
     if caller.anonymous:
-        msg = (
-            f"this needs a token of role {needed.label}: make one with `appliance token create --role {needed.label}` "
-            "and send it as `authorization: Bearer ...`"
-        )
-        raise Unauthenticated(msg)
+        why = f"this needs a token of role {needed.label}"
+        raise _needs_token(why, needed)
     msg = f"{caller.name!r} has role {caller.role.label}, and this needs {needed.label}"
     raise Forbidden(msg)
+
+
+def _needs_token(why: str, role: Role) -> Unauthenticated:
+    msg = (
+        f"{why}: make one with `appliance token create NAME --role {role.label}`, with this daemon's --state-dir if it "
+        "has one, and send it as `authorization: Bearer ...`"
+    )
+    return Unauthenticated(msg)
 
 
 def _token_in(authorization: str) -> str:

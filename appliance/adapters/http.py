@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import orjson
@@ -15,7 +15,6 @@ import structlog
 from fastapi import FastAPI, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,8 +22,11 @@ from appliance import __version__
 from appliance.adapters import about, access, oip, openapi
 from appliance.adapters.answers import Json, Parts, add_errors, answer_to
 from appliance.adapters.bodies import Bodies, header
+from appliance.adapters.live import Live, add_page
 from appliance.adapters.metrics import Metrics
+from appliance.core import trace
 from appliance.core.schedule import DEFAULT_PRIORITY
+from appliance.core.trace import Trace
 from appliance.faults import Injection
 from appliance.service import InferRequest, ModelInfo, Origin, Service
 from models import schema
@@ -36,10 +38,9 @@ _HEADER = oip.HEADER.encode()
 
 log = structlog.get_logger()
 
-_PAGE = Path(__file__).parent.parent / "web" / "index.html"
-
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
+_ID, _LONGEST_ID = b"x-request-id", 100
 _OFF_LOOP_BYTES = 64 * 1024
 """JSON larger than this is read and written in a thread, not on the event loop."""
 
@@ -141,15 +142,17 @@ class Door:
                 outputs=parsed.outputs,
                 deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
                 priority=parsed.priority or DEFAULT_PRIORITY,
+                id=_request_id(request) or (parsed.id or "")[:_LONGEST_ID],
+                trace=_trace(request),
             )
             response = await _unless_gone(request, self._service.infer(wanted))
         origin, tensors = response.origin, response.tensors
         json_bytes = sum(memoryview(one.data).nbytes for one in tensors if not parsed.wants_binary(one.name))
         parts, json_length = await _off_loop(json_bytes, oip.render, parsed, _document(origin), tensors)
+        headers = [*_origin_headers(origin), *_echoed(wanted, request)]
         if json_length is None:
-            return Parts(parts, [*_origin_headers(origin), (b"content-type", b"application/json")])
-        length = (_HEADER, b"%d" % json_length)
-        return Parts(parts, [*_origin_headers(origin), length, (b"content-type", b"application/octet-stream")])
+            return Parts(parts, [*headers, (b"content-type", b"application/json")])
+        return Parts(parts, [*headers, (_HEADER, b"%d" % json_length), (b"content-type", b"application/octet-stream")])
 
     async def predict(
         self,
@@ -168,8 +171,12 @@ class Door:
                 deadline_ms=deadline_ms,
                 priority=priority,
                 source=source,
+                id=_request_id(request),
+                trace=_trace(request),
             )
-            return Json(await _unless_gone(request, self._service.predict(wanted)))
+            answer = Json(await _unless_gone(request, self._service.predict(wanted)))
+            answer.raw_headers += _echoed(wanted, request)
+            return answer
 
     async def inject(self, request: Request) -> Response:
         """Break something on purpose, where the operator allows it: `{"fault", "model", "amount", "for_s"}`."""
@@ -198,9 +205,9 @@ class Door:
         """Attempts to move to another version, the newest first, with the figures of every verdict."""
         return Json({"deployments": self._service.deployments()})
 
-    async def page(self) -> Response:
-        """The status page."""
-        return FileResponse(_PAGE)
+    async def recorder(self) -> Response:
+        """The last requests, the newest first: shapes, times, names and hashes, never what they carried."""
+        return Json({"requests": self._service.flights()})
 
     async def status(self) -> Response:
         """Everything an operator wants to know at a glance."""
@@ -211,7 +218,9 @@ class Door:
         return Response(self._metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-def build(service: Service, metrics: Metrics, bodies: Bodies, now: Callable[[], float] = time.time) -> ASGIApp:
+def build(
+    service: Service, metrics: Metrics, live: Live, bodies: Bodies, now: Callable[[], float] = time.time
+) -> ASGIApp:
     """The application over `service`, to stand behind an `access.Gate`; `now` tells by when orders expire."""
     app = openapi.App(
         title="Edge appliance",
@@ -251,8 +260,9 @@ def build(service: Service, metrics: Metrics, bodies: Bodies, now: Callable[[], 
         **openapi.answers(404, 413, 415, 500, 503, 504, 507),
         openapi_extra=openapi.PICTURE_BODY,
     )(door.predict)
-    app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)(door.page)
+    add_page(app, live)
     get("/v1/status", **openapi.answers())(door.status)
+    get("/v1/recorder", **openapi.answers())(door.recorder)
     post(
         "/v1/faults",
         **openapi.answers(404, 413, 415, 503),
@@ -311,6 +321,27 @@ def _loaded(info: ModelInfo) -> ModelInfo:
         msg = f"model {info.name!r} has not been loaded yet, so its tensors are not known: retry shortly"
         raise NotReady(msg)
     return info
+
+
+def _request_id(request: Request) -> str:
+    """What the caller calls this request; empty where it does not, or uses too many words."""
+    said: bytes = request.scope["known"].get(_ID, b"")
+    return said.decode("latin-1") if len(said) <= _LONGEST_ID else ""
+
+
+def _trace(request: Request) -> Trace | None:
+    said = request.scope["known"].get(b"traceparent")
+    return trace.read(said.decode("latin-1"), os.urandom(8).hex()) if said else None
+
+
+def _echoed(wanted: InferRequest, request: Request) -> list[tuple[bytes, bytes]]:
+    """Headers by which the caller knows the answer again, as far as it gave some."""
+    headers = []
+    if _request_id(request):
+        headers.append((_ID, wanted.id.encode("latin-1")))
+    if wanted.trace:
+        headers.append((b"traceparent", wanted.trace.header.encode()))
+    return headers
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -11,6 +11,7 @@ import math
 import re
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -50,6 +51,8 @@ _PARTS = {"queue": "queue", "decode": "input", "inference": "infer", "processing
 """Part of an answer's timing -> Triton's name of it."""
 _COMPUTED = {part: name for part, name in _PARTS.items() if part != "queue"}
 _LABELS = ("model", "version")
+_CUDA = ("tensorrt", "onnxruntime-cuda")
+"""Runtimes whose workers hold a context of the GPU."""
 
 
 class Metrics:
@@ -101,7 +104,11 @@ class Metrics:
         }
 
     def _observe(self, outcome: Outcome) -> None:
-        self._tallies.setdefault((outcome.model, outcome.version), _Tally()).add(outcome)
+        names = (outcome.model, outcome.version)
+        tally = self._tallies.get(names)
+        if tally is None:
+            tally = self._tallies[names] = _Tally()
+        tally.add(outcome)
 
 
 class _Batches:
@@ -150,7 +157,10 @@ class _Tally:
             for part, spent_ms in outcome.timing_ms.items():
                 if part in _PARTS:
                     self.parts_s[_PARTS[part]] += spent_ms / 1e3
-            self.batches.setdefault(outcome.together, _Batches(outcome.together)).add(outcome.timing_ms)
+            batch = self.batches.get(outcome.together)
+            if batch is None:
+                batch = self.batches[outcome.together] = _Batches(outcome.together)
+            batch.add(outcome.timing_ms)
             self.last_at = time.time()
         else:
             self.failed_s += seconds
@@ -227,6 +237,7 @@ class _StateCollector(Collector):
         reboot.add_metric([], float(status["reboot_wanted"] is not None))
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
         yield from self._of_memory(status["memory"])
+        yield from self._of_operation(status, self._service.deployments())
         if status.get("mqtt"):
             yield from self._of_broker(status["mqtt"])
         lag = GaugeMetricFamily(
@@ -280,6 +291,32 @@ class _StateCollector(Collector):
         ):
             if memory[key] is not None:
                 yield GaugeMetricFamily(f"appliance_memory_{key}", what, value=float(memory[key]))
+
+    @staticmethod
+    def _of_operation(status: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+        """What is not known, or not set up, has no line."""
+        contexts = sum(
+            worker["pid"] is not None and (model["runtime"] or "").startswith(_CUDA)
+            for model, worker in zip(status["models"], status["workers"], strict=False)
+        )
+        yield GaugeMetricFamily("appliance_cuda_contexts", "Workers that hold one.", value=float(contexts))
+        if "compiling" in status:
+            busy = float(status["compiling"] is not None)
+            yield GaugeMetricFamily("appliance_compiling", "1 while an engine is being made.", value=busy)
+        clock, update = status.get("clock"), status.get("update")
+        if clock and clock["synced"] is not None:
+            synced = float(clock["synced"])
+            yield GaugeMetricFamily("appliance_clock_synced", "1 when the wall clock is believed.", value=synced)
+        if update:
+            moved = GaugeMetricFamily(
+                "appliance_deployments", "Attempts that are remembered, by where they stand.", labels=("step",)
+            )
+            for step, count in Counter(one["step"] for one in deployments).items():
+                moved.add_metric([step], float(count))
+            slots = GaugeMetricFamily("appliance_slots", "Bundles on disk, by state.", labels=("state",))
+            for state, count in Counter(slot["state"] for slot in update["slots"]).items():
+                slots.add_metric([state], float(count))
+            yield from (moved, slots)
 
     @staticmethod
     def _of_workers(workers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

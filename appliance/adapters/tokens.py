@@ -74,17 +74,17 @@ class TokenFile:
 
     def __init__(self, state_dir: Path) -> None:
         """Use the file in `state_dir`, which need not exist."""
-        self._path = state_dir / "tokens.json"
+        self.path = state_dir / "tokens.json"
         self._tokens: Mapping[str, Token] = {}
         self._stamp: tuple[int, int] | None = None
 
     def read(self) -> Mapping[str, Token]:
         """Tokens by name, read anew when the file has changed; raises ConfigError when it cannot be understood."""
         try:
-            state = self._path.stat()
+            state = self.path.stat()
             stamp = (state.st_mtime_ns, state.st_ino)
             if stamp != self._stamp:
-                tokens = schema.load(_Document, orjson.loads(self._path.read_bytes())).tokens
+                tokens = schema.load(_Document, orjson.loads(self.path.read_bytes())).tokens
                 for token in tokens.values():
                     Role.of(token.role)
                 self._tokens = tokens
@@ -92,7 +92,7 @@ class TokenFile:
         except FileNotFoundError:
             self._tokens, self._stamp = {}, None
         except (OSError, ValueError, BadInput) as error:
-            msg = f"{self._path} cannot be read ({error}): mend its rights, or delete it and make new tokens"
+            msg = f"{self.path} cannot be read ({error}): mend its rights, or delete it and make new tokens"
             raise ConfigError(msg) from error
         return self._tokens
 
@@ -122,7 +122,7 @@ class TokenFile:
     @contextlib.contextmanager
     def _changing(self) -> Iterator[dict[str, Token]]:
         """The tokens, written back whole and under a lock; the file belongs to the owner of its folder."""
-        folder = self._path.parent
+        folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder / "tokens.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
@@ -133,12 +133,12 @@ class TokenFile:
             fcntl.flock(lock, fcntl.LOCK_EX)
             tokens = dict(self.read())
             yield tokens
-            write_file(self._path, orjson.dumps(schema.dump(_Document(tokens)), option=orjson.OPT_INDENT_2), _MODE)
+            write_file(self.path, orjson.dumps(schema.dump(_Document(tokens)), option=orjson.OPT_INDENT_2), _MODE)
             if os.geteuid() == 0:  # the daemon that reads it need not be root
                 owner = folder.stat()
-                os.chown(self._path, owner.st_uid, owner.st_gid)
+                os.chown(self.path, owner.st_uid, owner.st_gid)
         except OSError as error:
-            msg = f"{self._path} cannot be written: {error.strerror}"
+            msg = f"{self.path} cannot be written: {error.strerror}"
             raise ConfigError(msg) from error
         finally:
             os.close(lock)

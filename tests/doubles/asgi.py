@@ -15,6 +15,7 @@ from appliance import settings
 from appliance.adapters import http
 from appliance.adapters.access import Gate, Rules
 from appliance.adapters.bodies import Bodies
+from appliance.adapters.live import Live
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.tokens import TokenFile
 from appliance.core.rates import Rate, Rates
@@ -38,7 +39,7 @@ def door(
 ) -> ASGIApp:
     """The application over `service` as the daemon puts it together."""
     bodies = Bodies(each_bytes=LIMIT_BYTES, all_bytes=ALL_BYTES)
-    app = http.build(service, Metrics(service), bodies)  # type: ignore[arg-type] # its double
+    app = http.build(service, Metrics(service), Live(service), bodies)  # type: ignore[arg-type] # its double
     tokens = tokens or TokenFile(Path(tempfile.gettempdir()) / "no such folder")
     return Gate(app, rules, tokens, Rates(client=client, everyone=everyone))
 

@@ -56,6 +56,7 @@ class MemoryService:
         self.inbox = None
         self.orders: dict[str, Order] = {"status": lambda _order: self.status()}
         self.deployments: Callable[[], list[dict[str, Any]]] = list
+        self.flights: Callable[[], Sequence[object]] = list
         self.requests: list[InferRequest] = []
         self._fault = fault
         self._unready = unready or {}
@@ -256,23 +257,33 @@ class MemoryService:
                 ],
             },
             "workers_aside": [],
-            "workers": [
-                {
-                    "pid": None,
-                    "bundle": "reader",
-                    "version": "1.0",
-                    "state": "ready",
-                    "restarts": 2,
-                    "cause": None,
-                    "rung": None,
-                    "skipped_rungs": [],
-                    "faults": {"crash": 2, "hang": 1},
-                    "restarts_by_cause": {"crash": 2},
-                    "rungs": {"restart": 3},
-                    "recoveries": {"crash": {"count": 2, "total_s": 1.5, "last_s": 0.5}},
-                }
-            ],
+            "workers": self.workers(),
         }
+
+    def workers(self) -> list[dict[str, Any]]:
+        """The same keys as the real service."""
+        return [
+            {
+                "pid": None,
+                "bundle": "reader",
+                "version": "1.0",
+                "state": "ready",
+                "restarts": 2,
+                "cause": None,
+                "reason": None,
+                "rung": None,
+                "skipped_rungs": [],
+                "faults": {"crash": 2, "hang": 1},
+                "restarts_by_cause": {"crash": 2},
+                "rungs": {"restart": 3},
+                "recoveries": {"crash": {"count": 2, "total_s": 1.5, "last_s": 0.5}},
+            }
+        ]
+
+    @property
+    def waiting(self) -> int:
+        """Memory answers at once."""
+        return 0
 
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:
         reason = self._unready.get(name, "") if self._loaded[name] else UNLOADED
@@ -285,7 +296,8 @@ class MemoryService:
             msg = f"model {request.model!r} is not loaded ({UNLOADED}): load it first"
             raise NotReady(msg)
         for observer in self.observers:
-            observer(Outcome(request.model, "1.0", 0.02, self._fault, {} if self._fault else TIMING_MS))
+            timing_ms = {} if self._fault else TIMING_MS
+            observer(Outcome(request.model, "1.0", 0.02, self._fault, timing_ms, request=request))
         if self._fault:
             raise self._fault
         check_request(spec, request.tensors, request.outputs)

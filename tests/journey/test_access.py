@@ -174,7 +174,7 @@ def test_client_commands_take_token_and_authority_from_the_environment(guarded: 
 def test_a_token_made_and_revoked_while_the_daemon_runs_counts_at_once(start_null: StartDaemon) -> None:
     daemon = start_null(APPLIANCE_HTTP__ANONYMOUS="true")
     load = "/v2/repository/models/null/load?dry_run=true"
-    assert "`appliance token create --role operate`" in assert_refused(daemon.http.post(load), 401)
+    assert "`appliance token create NAME --role operate`" in assert_refused(daemon.http.post(load), 401)
     token = new_token(daemon.state_dir, "late", "operate")
     assert daemon.http.post(load, headers=bearer(token)).status_code == 200
     listed = appliance("token", "list", "--json", "--state-dir", str(daemon.state_dir))

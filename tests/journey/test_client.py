@@ -180,7 +180,18 @@ def test_wrong_usage_ends_with_status_2(arguments: list[str]) -> None:
 
 
 def test_there_are_the_commands_that_this_file_tries() -> None:
-    assert COMMANDS == ["bench", "doctor", "infer", "rollback", "run", "status", "token", "update"]
+    assert COMMANDS == [
+        "bench",
+        "doctor",
+        "infer",
+        "models",
+        "rollback",
+        "run",
+        "status",
+        "support-bundle",
+        "token",
+        "update",
+    ]
     shown = appliance("--help").stdout
     assert all(command in shown for command in COMMANDS)
     assert "Exit codes" in shown

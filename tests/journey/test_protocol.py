@@ -140,7 +140,7 @@ def test_the_stock_client_reads_statistics_that_count_what_was_asked(client: tri
 def test_the_stock_client_asks_whether_a_model_would_fit(
     tiny_daemon: Daemon, client: triton.InferenceServerClient
 ) -> None:
-    with pytest.raises(InferenceServerException, match="appliance token create --role operate"):
+    with pytest.raises(InferenceServerException, match="appliance token create NAME --role operate"):
         client.load_model("linear")
     operator = tiny_daemon.authorized("operate")
     client.load_model("linear", headers=operator, query_params={"dry_run": "true"})

@@ -47,6 +47,8 @@ def test_the_wheel_holds_exactly_our_four_packages_and_what_they_need_at_run_tim
         "models/zoo/ppocr-v4.toml",
         "appliance/profiles/cpu.toml",
         "appliance/web/index.html",
+        "appliance/web/page.css",
+        "appliance/web/page.js",
         "appliance/systemd/appliance.service",
     ):
         assert needed in names

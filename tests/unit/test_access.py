@@ -66,7 +66,7 @@ def test_on_loopback_changes_need_a_token_and_the_sentence_says_how_to_get_one(p
     service = MemoryService()
     response = ask("POST", path, service)
     assert response.status_code == 401
-    assert f"`appliance token create --role {role}`" in error_of(response)
+    assert f"`appliance token create NAME --role {role}`" in error_of(response)
     assert response.headers["www-authenticate"].startswith("Bearer ")
     assert service.ready
 
@@ -94,7 +94,7 @@ def test_anonymous_use_of_loopback_can_be_turned_off(tokens: TokenFile) -> None:
 def test_off_loopback_nothing_is_said_to_whoever_shows_no_token(method: str, path: str) -> None:
     response = asked(door(MemoryService(), OFF_LOOPBACK), method, path)
     assert response.status_code == 401
-    assert "`appliance token create`" in error_of(response)
+    assert "`appliance token create NAME --role infer`" in error_of(response)
 
 
 @pytest.mark.parametrize("form", [bearer, basic])

@@ -184,9 +184,18 @@ def test_the_status_page_may_be_asked_for_by_head() -> None:
 
 
 def test_the_status_page_needs_nothing_from_outside() -> None:
-    page = ask("GET", "/").text
-    assert not re.findall(r"(?:https?:)?//[\w.-]+\.\w+", page)
-    assert len(page) < 10_000
+    pages = {path: ask("GET", path) for path in ("/", "/page.css", "/page.js")}
+    assert {path: page.headers["content-type"].partition(";")[0] for path, page in pages.items()} == {
+        "/": "text/html",
+        "/page.css": "text/css",
+        "/page.js": "text/javascript",
+    }
+    for page in pages.values():
+        assert not re.findall(r"(?:https?:)?//[\w.-]+\.\w+", page.text)
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert page.headers["cache-control"] == "no-cache"
+    assert len(pages["/"].text) < 10_000
+    assert sum(len(page.text) for page in pages.values()) < 40_000
 
 
 # Tensors

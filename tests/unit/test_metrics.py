@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 from doubles.service import MemoryService
@@ -155,3 +156,32 @@ def test_faults_restarts_rungs_and_times_to_recover_are_told_by_cause() -> None:
     assert scraped.value(f'appliance_recovery_last_seconds{{cause="crash",{reader}}}') == 0.5
     assert scraped.value(f"appliance_model_degraded{{{reader}}}") == 0
     assert scraped.value("appliance_reboot_wanted") == 0
+
+
+class Operated(MemoryService):
+    """A device with a clock, a broker and updates, whose one worker holds the GPU."""
+
+    def status(self) -> dict[str, Any]:
+        status = super().status()
+        status["models"] = [{**status["models"][1], "runtime": "tensorrt"}]
+        status["workers"][0]["pid"] = 4711
+        return status | {
+            "clock": {"synced": False},
+            "compiling": {"bundle": "reader", "says": None},
+            "update": {"slots": [{"state": "good"}, {"state": "bad"}, {"state": "bad"}]},
+        }
+
+
+def test_clock_deployments_slots_and_contexts_are_told_where_there_are_any() -> None:
+    service = Operated()
+    service.deployments = lambda: [{"step": "good"}, {"step": "trial"}, {"step": "good"}]
+    lines = metrics.Metrics(service).text().decode().splitlines()  # type: ignore[arg-type] # its double
+    assert {
+        "appliance_clock_synced 0.0",
+        'appliance_deployments{step="good"} 2.0',
+        'appliance_deployments{step="trial"} 1.0',
+        'appliance_slots{state="bad"} 2.0',
+        "appliance_cuda_contexts 1.0",
+        "appliance_compiling 1.0",
+    } <= set(lines)
+    assert not [line for line in Scraped().lines if "clock_synced" in line or "compiling" in line]
