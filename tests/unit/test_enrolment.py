@@ -1,4 +1,7 @@
-"""How a device comes by its certificate, keeps it fresh and loses it: the rules, on a real service on loopback."""
+"""How a device comes by its certificate, keeps it fresh and loses it: the rules, on a real service on loopback.
+
+Past 400 lines because every test is one step or one attack against the same authority and device.
+"""
 
 from __future__ import annotations
 
