@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint format bench elasticity swap-bench constraints clean
+.PHONY: demo test test-long lint format bench elasticity swap-bench vm-test constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
@@ -37,6 +37,10 @@ elasticity: .venv/.dev
 
 swap-bench: .venv/.dev
 	$(BIN)/python tests/load/swap.py
+
+# Boots the image on an emulated arm64 machine: needs root, 6 GB in build/vm and about 20 minutes.
+vm-test: .venv/.dev .venv/.qemu .demo/ppocr-v4/manifest.json
+	$(BIN)/python tests/vm/run.py $(VM_OPTIONS)
 
 # Exact versions for each Python: make constraints PYTHONS="python3.10 python3.11 python3.12"
 constraints: .venv/.dev
@@ -72,6 +76,15 @@ clean:
 	@$(BIN)/python -c "import models.tasks" || \
 	  { echo "OpenCV needs system libraries: apt-get install -y libgl1 libglib2.0-0"; exit 1; }
 	@touch $@
+
+.venv/.qemu: | .venv/.pip
+	@command -v qemu-system-aarch64 mmdebstrap sfdisk cpio depmod >/dev/null || { echo "Installing the emulator" && \
+	  apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+	  qemu-system-arm mmdebstrap arch-test fdisk kmod cpio ipxe-qemu- >/dev/null; }
+	@touch $@
+
+.demo/ppocr-v4/manifest.json: | .venv/.demo
+	$(BIN)/provision build models/zoo/ppocr-v4.toml --target cpu --out .demo/ppocr-v4
 
 # The MQTT tests use a real broker. Where it cannot be installed they are skipped, and the summary says so.
 .venv/.mosquitto: | .venv/.pip

@@ -151,8 +151,7 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         )
     update = answer["update"]
     if update:
-        step = f"deployment {update['deployment']} is at {update['step']}" if update["deployment"] else "nothing to do"
-        screen.print(f"updates from channel {update['channel']}: {update['problem'] or step}")
+        screen.print(f"updates from channel {update['channel']}: {update['problem'] or _progress(update)}")
 
 
 @app.command(epilog="Example: appliance models --load ppocr-v4. To load and unload, APPLIANCE_TOKEN holds a token.")
@@ -229,17 +228,21 @@ def _waited(url: str) -> dict[str, Any]:
     with screen.status("") as shown:
         time.sleep(_POLL_S)  # until the daemon has begun what was ordered
         while (state := ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
-            now = "looking at the repository"
-            if state["deployment"]:
-                share = "" if state["share"] is None else f" {int(state['share'] * 10)}0 %"
-                now = f"deployment {state['deployment']}: {state['step']}{share}"
-            now += f" ({state['problem']})" if state["problem"] else ""
+            now = _progress(state) + (f" ({state['problem']})" if state["problem"] else "")
             if now != told:
                 (shown.update if screen.is_terminal else screen.print)(now)
                 told = now
             time.sleep(_POLL_S)
     found: dict[str, Any] = state
     return found
+
+
+def _progress(update: dict[str, Any]) -> str:
+    """How far updates are, by their part of the status."""
+    if not update["deployment"]:
+        return "looking at the repository" if update["looking"] else "nothing to do"
+    share = "" if update["share"] is None else f", {int(update['share'] * 10)}0 %"
+    return f"deployment {update['deployment']} is at {update['step']}{share}"
 
 
 def _deployments(url: str) -> list[dict[str, Any]]:

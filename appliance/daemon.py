@@ -42,6 +42,7 @@ from appliance.adapters.store import Store
 from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.adapters.traces import Exporter
+from appliance.board import Board
 from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
@@ -96,7 +97,7 @@ async def _run(config: settings.Settings) -> int:
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
-        started_at = (clock := host.WallClock())()
+        started_at, board = (clock := host.WallClock())(), Board()
 
         def facts() -> dict[str, Any]:
             return {
@@ -107,6 +108,7 @@ async def _run(config: settings.Settings) -> int:
                     "now": round(clock()),
                 },
                 "memory_bytes": host.memory_bytes(),
+                "device": board.status(),
                 "event_loop": lag.status(),
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
@@ -151,7 +153,7 @@ async def _run(config: settings.Settings) -> int:
         )
         server = _server(app, config, tls)
         _stop_by_signal(server, live)
-        _feed_watchdog(stack, service)
+        _watch_over(stack, service, board)
         service.listeners.append(readiness := _Readiness(service))
         service.start()
         readiness()
@@ -195,8 +197,11 @@ def _stop_by_signal(server: _Server, live: Live) -> None:
         loop.add_signal_handler(number, stop)
 
 
-def _feed_watchdog(stack: contextlib.AsyncExitStack, service: Service) -> None:
-    """Feed systemd's watchdog, where it waits for that, until `stack` is left."""
+def _watch_over(stack: contextlib.AsyncExitStack, service: Service, board: Board) -> None:
+    """Look at the machine, and feed systemd's watchdog where it waits for that, until `stack` is left."""
+    service.guards.append(board.check)
+    watching = asyncio.get_running_loop().create_task(board.watch(service.tell))
+    stack.callback(watching.cancel)
     hungry_s = watchdog_s()
     if hungry_s is not None:
         feeding = asyncio.get_running_loop().create_task(feed_watchdog(hungry_s / _FEEDS, lambda: service.failed))

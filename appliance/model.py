@@ -303,25 +303,7 @@ def run_finite(session: Session, inputs: Mapping[str, Array], outputs: Sequence[
 
 def prove(session: Session, folder: BundleFolder, golden: Golden) -> None:
     """Check a session against its golden vector; raises BundleError for an answer outside the bundle's tolerance."""
-    inputs = folder.read_arrays(golden.inputs)
-    wanted = folder.read_arrays(golden.outputs)
-    answers = run_finite(session, inputs)
-    for name, want in wanted.items():
-        have = answers.get(name)
-        if have is None or have.shape != want.shape:
-            shape = "nothing" if have is None else f"shape {list(have.shape)}"
-            msg = f"golden answer {name!r} has shape {list(want.shape)}, the graph gave {shape}: build the bundle again"
-            raise BundleError(msg)
-        if np.issubdtype(want.dtype, np.integer):
-            share = float(np.mean(have != want))
-            if share > golden.mismatch:
-                msg = f"golden answer {name!r} differs in {share:.1%} of its elements, allowed: {golden.mismatch:.1%}"
-                raise BundleError(msg)
-        else:
-            off = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
-            if not off <= golden.tolerance:  # NaN must fail too
-                msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {golden.tolerance:.3g}"
-                raise BundleError(msg)
+    golden.check(run_finite(session, folder.read_arrays(golden.inputs)), folder.read_arrays(golden.outputs))
 
 
 def _spoiled(content: bytes) -> bytes:

@@ -331,6 +331,8 @@ class Service:
         """Id of the order that changes the device now."""
         self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
+        self.guards: list[Callable[[int], None]] = [self._keeper.check]
+        """Raise Overloaded for a request whose priority is too low for how this machine is now."""
         self._facts, self._faults, self._reread = facts, faults, reread
         self._loading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._swaps: defaultdict[str, Swaps] = defaultdict(Swaps)
@@ -539,6 +541,7 @@ class Service:
         if known:
             return known
         await inbox.received(order, signer)
+        log.info("order_taken", id=order.id, command=order.command, signer=signer or None)
         self._carried_out = order.id
         try:
             result = await self.execute(order)
@@ -662,7 +665,8 @@ class Service:
         timing_ms: Mapping[str, float] = {}
         together = 1
         try:
-            self._keeper.check(request.priority)
+            for guard in self.guards:
+                guard(request.priority)
             while not self._keeper.awake(bundle.name):
                 await self._wake(bundle, request, started)
                 bundle = self._bundle(request.model, request.version)  # another version may have come

@@ -569,6 +569,7 @@ class Updater:
         """Remove the files of slots that nobody needs any more."""
         serving = [self._service.serving(name).digest or "" for name in self._followed]
         stay = rules.kept(self._ledger.slots, self._ledger.deployments, serving)
+        stay |= {given.digest for given in self._followed.values()}  # in an image, that is a slot too
         for slot in self._ledger.slots:
             if slot.digest not in stay and slot.state != SlotState.BAD.value:
                 await self._ledger.spoil(replace(slot, state=SlotState.BAD.value))

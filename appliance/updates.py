@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from appliance.adapters import host
+from appliance.adapters.store import JOURNAL, METADATA, SLOTS
 from appliance.engines import Engines
 from appliance.service import Bundle, Service
 from appliance.settings import Settings
@@ -26,21 +27,18 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_SLOTS, _JOURNAL, _METADATA = "slots", "journal.db", "repository"
-"""In the state folder: bundles by digest, the journal, and signed metadata that was accepted."""
-
 
 class Updates:
     """Journal, slots and updater of one daemon."""
 
     def __init__(self, config: Settings, clock: Callable[[], float]) -> None:
         """Read the journal; raises ConfigError when it, or the trusted root, cannot be used."""
-        self._config, self._clock, self._slots = config, clock, config.state_dir / _SLOTS
+        self._config, self._clock, self._slots = config, clock, config.state_dir / SLOTS
         self._updater: Updater | None = None
         self._journal: Journal | None = None
         self._known: Known | None = None
         self._root = b""
-        path = config.state_dir / _JOURNAL
+        path = config.state_dir / JOURNAL
         if config.update.root and config.update.url:
             try:
                 self._root = config.update.root.read_bytes()
@@ -143,7 +141,7 @@ class Updates:
     def _opened_journal(self) -> Journal:
         from appliance.adapters.journal import Journal  # noqa: PLC0415 - see the top
 
-        self._journal = self._journal or Journal(self._config.state_dir / _JOURNAL)
+        self._journal = self._journal or Journal(self._config.state_dir / JOURNAL)
         return self._journal
 
     def _repository(self) -> Repository:
@@ -151,4 +149,4 @@ class Updates:
 
         update = self._config.update
         link = tuf.Link(update.limit_bytes_per_s, update.reserve_bytes)
-        return tuf.Repository(update.url, self._root, self._config.state_dir / _METADATA, link)
+        return tuf.Repository(update.url, self._root, self._config.state_dir / METADATA, link)

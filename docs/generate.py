@@ -7,6 +7,7 @@ A test compares, so a document cannot say less or other than the code.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -96,6 +97,8 @@ def _default(field: FieldInfo) -> str:
         return "none"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
     return _number(value) if isinstance(value, (int, float)) else f"`{value}`"
 
 

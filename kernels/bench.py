@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from kernels.launch import Driver, HeadRunner, NeckRunner
-from kernels.plan import source_digest
+from kernels import predict
+from kernels.backends import BACKENDS, open_driver
+from kernels.launch import Driver, HeadRunner, Kernels, NeckRunner, pack_head_for, pack_neck_for, read_kernels
+from kernels.plan import ARCHS, source_digest
 from kernels.reference import WIDTH, Neck, linear_ctc_head
 from kernels.reference import neck as reference_neck
 from kernels.timing import Bench
@@ -97,14 +99,16 @@ class NeckCase:
 
 
 def check(
-    bench: Bench, folder: Path, spec: Neck, *, classes: int = CLASSES, few: bool = False, limit: float = 1e-3
+    bench: Bench, kernels: Kernels, spec: Neck, *, classes: int = CLASSES, few: bool = False, limit: float = 1e-3
 ) -> list[Row]:
     """Every form of the neck and the head on shapes off every border; raises at the first wrong result."""
     rng = np.random.default_rng()
     weights = random_weights(spec, rng)
+    packed = pack_neck_for(bench.driver.arch, spec, weights)
     rows = []
     for splits, one_launch in ((2, True), (1, True), (1, False)):
-        runner = NeckRunner(bench.driver, folder, spec, weights, one_launch=one_launch, splits=splits)
+        within = {split: one for split, one in packed.items() if split <= splits}
+        runner = NeckRunner(bench.driver, kernels, spec, within, one_launch=one_launch)
         for batch, steps in FEW_CHECKS if few else CHECKS:
             case = NeckCase(bench, spec, weights, batch, steps)
             launches = case.run(runner)(bench.stream)
@@ -120,8 +124,9 @@ def check(
         runner.close()
     w_CK = (3 * rng.standard_normal((WIDTH, classes)) / np.sqrt(WIDTH)).astype(np.float16)
     b_K = rng.standard_normal(classes).astype(np.float16)
+    packed_head = pack_head_for(bench.driver.arch, w_CK, b_K)
     for one_launch in (True, False):
-        head = HeadRunner(bench.driver, folder, w_CK, b_K, max_rows=max(HEAD_CHECKS), one_launch=one_launch)
+        head = HeadRunner(bench.driver, kernels, packed_head, max_rows=max(HEAD_CHECKS), one_launch=one_launch)
         told: Row = {"form": "one launch" if one_launch else "two launches"}
         rows += [
             check_head(bench, head, w_CK, b_K, count) | told for count in (HEAD_CHECKS[2:4] if few else HEAD_CHECKS)
@@ -166,14 +171,16 @@ def neck_cost(spec: Neck, weights: dict[str, Array], batch: int, steps: int) -> 
     return 2.0 * (tokens * (spec.channels + WIDTH) + parameters), tokens * (2.0 * multiplied + attention)
 
 
-def measure(bench: Bench, folder: Path, spec: Neck, given: argparse.Namespace) -> Iterator[tuple[list[Row], Row]]:
+def measure(bench: Bench, kernels: Kernels, spec: Neck, given: argparse.Namespace) -> Iterator[tuple[list[Row], Row]]:
     """Times of both operators so far, after every batch and T asked for, and the limits measured in the same run."""
     rng = np.random.default_rng()
     weights = random_weights(spec, rng)
-    runner = NeckRunner(bench.driver, folder, spec, weights)
-    phases = NeckRunner(bench.driver, folder, spec, weights, one_launch=False, splits=1)
+    packed = pack_neck_for(bench.driver.arch, spec, weights)
+    runner = NeckRunner(bench.driver, kernels, spec, packed)
+    phases = NeckRunner(bench.driver, kernels, spec, {1: packed[1]}, one_launch=False)
     w_CK = (3 * rng.standard_normal((WIDTH, given.classes)) / np.sqrt(WIDTH)).astype(np.float16)
     b_K = rng.standard_normal(given.classes).astype(np.float16)
+    packed_head = pack_head_for(bench.driver.arch, w_CK, b_K)
     rows: list[Row] = []
     machine: Row = {}
     torch_rows = None
@@ -206,7 +213,7 @@ def measure(bench: Bench, folder: Path, spec: Neck, given: argparse.Namespace) -
             if torch_rows:
                 rows += [common | row for row in torch_rows.neck(case.x_BTC, case.truth, rows[-2]["error"])]
             case.close()
-            head = HeadRunner(bench.driver, folder, w_CK, b_K, max_rows=batch * steps)
+            head = HeadRunner(bench.driver, kernels, packed_head, max_rows=batch * steps)
             checked = check_head(bench, head, w_CK, b_K, batch * steps)
             x_NC = rng.standard_normal((batch * steps, WIDTH)).astype(np.float16)
             x, out = bench.driver.upload(x_NC.tobytes()), bench.driver.allocate(batch * steps * 12 + 16)
@@ -276,6 +283,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kernels.bench", description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--kernels", type=Path, help="folder of kernels.compile; without it they are compiled first")
+    parser.add_argument("--backend", choices=BACKENDS, default="ctypes", help="what calls the driver")
+    parser.add_argument("--arch", choices=ARCHS, help="run the kernels of an older one, which the driver compiles anew")
     parser.add_argument("--form", choices=["v4", "v6"], default="v4", help="neck of PP-OCRv4 and v5, or of v6")
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--classes", type=int, default=CLASSES, help="18,710 in PP-OCRv6")
@@ -285,23 +294,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--compile", choices=["gemm", "sdpa", "softmax", ""], default="gemm", help="what is compiled")
     parser.add_argument("--few-checks", action="store_true", help="enough for a run under compute-sanitizer")
     parser.add_argument("--check-only", action="store_true", help="check every form, time nothing")
+    parser.add_argument("--predict", action="store_true", help="only print what an Orin should take (kernels.predict)")
     given = parser.parse_args(arguments)
+    if given.predict:
+        print(predict.table(predict.committed()))
+        return 0
     given.torch = given.torch and importlib.util.find_spec("torch") is not None
     spec = Neck(given.form, given.kv_heads)
     try:
-        bench = Bench(Driver())
+        bench = Bench(open_driver(given.backend))
+        bench.driver.arch = given.arch or bench.driver.arch  # its cubins are refused here, its PTX is not
         with tempfile.TemporaryDirectory() as made:
             folder = given.kernels or Path(made)
             if not given.kernels:
                 from kernels.compile import compile_all  # noqa: PLC0415 (Triton is not on a device)
 
                 compile_all(bench.driver.arch, [spec], folder)
-            checks = check(bench, folder, spec, classes=given.classes, few=given.few_checks)
+            kernels = read_kernels(folder)
+            checks = check(bench, kernels, spec, classes=given.classes, few=given.few_checks)
             worst = max(row["error"] for row in checks if row["op"] == "neck")
             print(f"{len(checks)} checks passed; largest error of the neck {worst:.2g}", flush=True)
             common = environment(bench.driver)
             if not given.check_only:
-                for rows, machine in measure(bench, folder, spec, given):
+                for rows, machine in measure(bench, kernels, spec, given):
                     # After every shape: compiling the baselines can outlast the time a machine is lent for.
                     write(given.json, common | {"machine": machine}, checks, rows)
     except ApplianceError as error:

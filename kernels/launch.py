@@ -1,20 +1,22 @@
 """Loads a compiled kernel and launches it on any stream of the process: the CUDA driver API through ctypes.
 
-libcuda.so.1 is on every machine that has a driver, so no package must be built or found for the launch (decision 5).
+libcuda.so.1 is on every machine that has a driver, so no package must be built or found for the launch (decision 5);
+`kernels.backends` puts pycuda or cuda-bindings in its place where a program has those anyway.
 Memory and streams may come from anyone who works in the primary context: PyTorch, pycuda, TensorRT.
 Nothing allocates, copies or synchronizes between `Kernel` and `launch`, so launches can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from kernels.pack import pack_head, pack_neck
+from kernels.pack import Packed, pack_head, pack_neck
 from kernels.plan import (
     head_variants,
     neck_scratch,
@@ -29,18 +31,52 @@ from models.spec import Array
 
 _SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_...
+NON_BLOCKING = 1  # CU_STREAMNON_BLOCKING
 _WARP = 32
+
+Kernels: TypeAlias = Mapping[str, bytes]
+"""Compiled kernels by file name, as kernels.compile writes them: NAME.cubin, NAME.ptx and NAME.json."""
+KINDS = ("cubin", "ptx", "json")
+
+
+def read_kernels(folder: Path) -> Kernels:
+    """What kernels.compile wrote into `folder`; raises BundleError when it cannot be read."""
+    try:
+        files = (path for kind in KINDS for path in sorted(folder.glob(f"*.*.{kind}")))
+        return {path.name: path.read_bytes() for path in files if not path.name.startswith("limits.")}
+    except OSError as error:
+        msg = f"{folder} cannot be read ({error.strerror}); compile the kernels with python -m kernels.compile"
+        raise BundleError(msg) from error
+
+
+def pack_neck_for(arch: str, spec: Neck, weights: Weights) -> dict[int, Packed]:
+    """Programs a tile -> weights as the variants of `arch` read them."""
+    tunings = {variant.split: variant.tuning for variant in neck_variants(arch, spec)}
+    return {split: pack_neck(spec, weights, split, tuning.mlp, tuning.back) for split, tuning in tunings.items()}
+
+
+def pack_head_for(arch: str, w_CK: Array, b_K: Array) -> Array:
+    """Weights of the head as the variants of `arch` read them."""
+    return pack_head(w_CK, b_K, next(head_variants(arch)).chunk)
+
+
+def libcuda() -> Any:  # noqa: ANN401 (a library has whatever functions it has)
+    """The driver's own library; raises ModelError where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        msg = f"no CUDA driver on this machine ({error}); the kernels need one"
+        raise ModelError(msg) from error
 
 
 class Driver:
-    """The driver of device `ordinal`, in its primary context, which is retained until `close`."""
+    """The driver of device `ordinal`, in its primary context, which is retained until `close`.
 
-    def __init__(self, ordinal: int = 0) -> None:
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            msg = f"no CUDA driver on this machine ({error}); the kernels need one"
-            raise ModelError(msg) from error
+    `library` has the functions of the driver API under their C names and with C's arguments; by default `libcuda`.
+    """
+
+    def __init__(self, ordinal: int = 0, library: Any = None) -> None:  # noqa: ANN401 (see libcuda)
+        self._cuda = library or libcuda()
         self.call("cuInit", 0)
         self.device = self._int("cuDeviceGet", ordinal)
         self._context = ctypes.c_void_p()
@@ -61,10 +97,17 @@ class Driver:
         """Give the primary context back."""
         self.call("cuDevicePrimaryCtxRelease_v2", self.device)
 
-    def kernel(self, image: bytes, entry: str, warps: int, shared_bytes: int) -> Kernel:
-        """Load a cubin (or PTX) and prepare its entry."""
+    def kernel(self, images: Sequence[bytes], entry: str, warps: int, shared_bytes: int) -> Kernel:
+        """Load the first of `images` (a cubin, its PTX) that this driver takes, and prepare its entry."""
+        *cubins, last = images
+        for image in cubins:
+            with contextlib.suppress(ModelError):  # one of another driver: there is still the PTX
+                return self._kernel(image, entry, warps, shared_bytes)
+        return self._kernel(last, entry, warps, shared_bytes)
+
+    def _kernel(self, image: bytes, entry: str, warps: int, shared_bytes: int) -> Kernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self.call("cuModuleLoadData", ctypes.byref(module), image)
+        self.call("cuModuleLoadData", ctypes.byref(module), image + b"\0")  # PTX is text that must end
         self.call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
         self.call("cuFuncSetAttribute", function, _SHARED_BYTES, shared_bytes)
         per_sm = self._int(
@@ -72,16 +115,16 @@ class Driver:
         )
         return Kernel(self, module, function, warps * _WARP, shared_bytes, per_sm * self.multiprocessors)
 
-    def load(self, folder: Path, name: str) -> Kernel:
-        """The kernel that kernels.compile wrote as NAME.cubin and NAME.json."""
+    def load(self, kernels: Kernels, name: str) -> Kernel:
+        """The kernel of that name; raises BundleError when it is not among `kernels`."""
         try:
-            metadata = json.loads((folder / f"{name}.json").read_bytes())
-            image = (folder / f"{name}.cubin").read_bytes()
+            metadata = json.loads(kernels[f"{name}.json"])
+            images = [kernels[f"{name}.cubin"], *filter(None, [kernels.get(f"{name}.ptx")])]
             entry, warps, shared = metadata["entry"], metadata["warps"], metadata["shared_bytes"]
-        except (OSError, ValueError, KeyError) as error:
-            msg = f"no compiled kernel {name} in {folder} ({error}); compile for {self.arch}"
+        except (ValueError, KeyError) as error:
+            msg = f"no compiled kernel {name} ({error}); compile for {self.arch}"
             raise BundleError(msg) from error
-        return self.kernel(image, entry, warps, shared)
+        return self.kernel(images, entry, warps, shared)
 
     def allocate(self, size_bytes: int, fill: int = 0xFF) -> int:
         """Device memory with every byte `fill`; the caller frees it."""
@@ -100,6 +143,12 @@ class Driver:
     def free(self, pointer: int) -> None:
         """Free what `allocate` or `upload` returned."""
         self.call("cuMemFree_v2", ctypes.c_uint64(pointer))
+
+    def stream(self) -> int:
+        """The handle of a new stream, which lives as long as the process."""
+        handle = ctypes.c_void_p()
+        self.call("cuStreamCreate", ctypes.byref(handle), NON_BLOCKING)
+        return handle.value or 0
 
     def _int(self, name: str, *arguments: Any) -> int:  # noqa: ANN401 (ctypes converts)
         value = ctypes.c_int()
@@ -160,17 +209,14 @@ class NeckRunner:
     """
 
     def __init__(
-        self, driver: Driver, folder: Path, spec: Neck, weights: Weights, *, one_launch: bool = True, splits: int = 2
+        self, driver: Driver, kernels: Kernels, spec: Neck, packed: Mapping[int, Packed], *, one_launch: bool = True
     ) -> None:
+        """Load the variants whose weights are `packed` (see `pack_neck_for`), and take memory on the device."""
         self.spec, self._driver = spec, driver
-        self._variants = {(v.split, v.long, v.phase): v for v in neck_variants(driver.arch, spec) if v.split <= splits}
-        self._kernels = {key: driver.load(folder, v.name) for key, v in self._variants.items()}
+        self._variants = {(v.split, v.long, v.phase): v for v in neck_variants(driver.arch, spec) if v.split in packed}
+        self._kernels = {key: driver.load(kernels, v.name) for key, v in self._variants.items()}
         self._owned: list[int] = []
-        self._weights: dict[int, tuple[int, int]] = {}
-        for variant in self._variants.values():
-            if variant.split not in self._weights:
-                packed = pack_neck(spec, weights, variant.split, variant.tuning.mlp, variant.tuning.back)
-                self._weights[variant.split] = self._own(packed.w), self._own(packed.b)
+        self._weights = {split: (self._own(one.w), self._own(one.b)) for split, one in packed.items()}
         splits_here = sorted(self._weights)
         self._resident = {
             split: min(self._kernels[split, long, -1].resident for long in (False, True)) if one_launch else 0
@@ -218,13 +264,13 @@ class HeadRunner:
     """The CTC head with its weights on the device. Belongs to one stream at a time, as its scratch does."""
 
     def __init__(
-        self, driver: Driver, folder: Path, w_CK: Array, b_K: Array, *, max_rows: int, one_launch: bool = True
+        self, driver: Driver, kernels: Kernels, packed: Array, *, max_rows: int, one_launch: bool = True
     ) -> None:
+        """Load the variants, and take memory on the device for weights (see `pack_head_for`) and `max_rows` tokens."""
         self._driver, self._max_rows = driver, max_rows
         self._variants = {(v.form, v.slots): v for v in head_variants(driver.arch)}
-        self._kernels = {key: driver.load(folder, v.name) for key, v in self._variants.items()}
+        self._kernels = {key: driver.load(kernels, v.name) for key, v in self._variants.items()}
         any_variant = self._variants["whole", 64]
-        packed = pack_head(w_CK, b_K, any_variant.chunk)
         self._chunks = packed.size // (128 * any_variant.chunk)
         exchanges = [kernel.resident for (form, _), kernel in self._kernels.items() if form == "exchange"]
         self._resident = min(exchanges) if one_launch else 0

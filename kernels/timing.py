@@ -27,9 +27,7 @@ class Bench:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        handle = ctypes.c_void_p()
-        driver.call("cuStreamCreate", ctypes.byref(handle), 1)
-        self.stream: int = handle.value or 0
+        self.stream = driver.stream()
 
     def download(self, pointer: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
         """A copy of device memory, after all work on the stream."""

@@ -17,11 +17,14 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
+
+import numpy as np
 
 from models import schema
 from models.errors import BundleError
-from models.spec import ModelSpec
+from models.spec import Array, ModelSpec
 
 FORMAT = 1
 TASKS = ("reading", "lines", "classification", "detection", "tensors")
@@ -73,6 +76,26 @@ class Golden:
     outputs: Blob
     tolerance: float
     mismatch: float = 0.0
+
+    def check(self, answers: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
+        """Compare answers to the inputs with the outputs as read; raises BundleError for one outside the tolerance."""
+        for name, want in wanted.items():
+            have = answers.get(name)
+            if have is None or have.shape != want.shape:
+                gave = "nothing" if have is None else f"shape {list(have.shape)}"
+                wanted_shape = list(want.shape)
+                msg = f"golden answer {name!r} has shape {wanted_shape}, the graph gave {gave}: build the bundle again"
+                raise BundleError(msg)
+            if np.issubdtype(want.dtype, np.integer):
+                share = float(np.mean(have != want))
+                if share > self.mismatch:
+                    msg = f"golden answer {name!r} differs in {share:.1%} of its elements, allowed: {self.mismatch:.1%}"
+                    raise BundleError(msg)
+            else:
+                off = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
+                if not off <= self.tolerance:  # NaN must fail too
+                    msg = f"golden answer {name!r} is off by {off:.3g}, allowed are {self.tolerance:.3g}"
+                    raise BundleError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +234,12 @@ class Manifest:
     graphs: Mapping[str, Graph]
     provenance: Provenance
     format: int = FORMAT
+    kernels: Mapping[str, Mapping[str, Blob]] = field(default_factory=dict)
+    """Architecture ("sm_87") -> the fused kernels compiled for it: NAME.cubin, NAME.ptx and NAME.json, by file name."""
 
     def __post_init__(self) -> None:
         """Refuse names and digests that could not be what they say."""
-        for name in (self.name, self.version, *self.graphs):
+        for name in (self.name, self.version, *self.graphs, *self.kernels, *chain(*self.kernels.values())):
             check_name(name)
         for name, graph in self.graphs.items():
             if not graph.variants:
@@ -236,6 +261,8 @@ class Manifest:
             for variant in graph.variants.values():
                 for blob in (variant.graph, variant.golden.inputs, variant.golden.outputs):
                     found[blob.sha256] = blob
+        for files in self.kernels.values():
+            found |= {blob.sha256: blob for blob in files.values()}
         return list(found.values())
 
     def to_bytes(self) -> bytes:

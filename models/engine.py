@@ -86,7 +86,7 @@ class Passport:
     """Device memory for activations of the hungriest profile as the builder told it; 0 when it told nothing."""
     flags: tuple[str, ...]
     plugins: Mapping[str, str]
-    """Plugin library -> sha256."""
+    """Plugin that must be known before the plan is read -> sha256 of the graph whose nodes became plugins."""
     timing_cache_sha256: str
     """Of the cache of kernel timings that the build left; empty for a backend that keeps none."""
     purpose: str

@@ -5,6 +5,7 @@
     every precision -> gate: compared with the graph as published
 
 All of it in memory: writing is for `provisioning.pack`, after all gates.
+Past 400 lines because the order of all steps is one thing, and what each does is elsewhere.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from appliance.runtime import Runtime, Session, choose
+from kernels.launch import Kernels
 from models import schema
 from models.bundle import Accuracy, Agreement, Check, Quantized, Source, Step
 from models.errors import ConfigError, GateFailed, SourceError
@@ -26,7 +28,7 @@ from models.tasks import detection
 from models.tasks.classification import probabilities
 from models.tasks.detection import DetectionSettings
 from models.tasks.reading import ReadingSettings
-from provisioning import data, samples, sharing, sources
+from provisioning import compiled, data, samples, sharing, sources
 from provisioning.accuracy import Published
 from provisioning.cache import Cache
 from provisioning.gate import Gate, Verdict
@@ -79,6 +81,8 @@ class Built:
     """Holds open what the gate has opened."""
     notes: Mapping[str, str]
     """What passes have to say, for the report."""
+    kernels: Mapping[str, Kernels]
+    """Architecture -> the fused kernels compiled for it."""
 
 
 class Keeping:
@@ -103,12 +107,19 @@ class Keeping:
 
 
 def build(
-    recipe: RecipeFile, folder: Path, precision: str, cache: Cache, report: Report, wanted: Sharing | None = None
+    recipe: RecipeFile,
+    folder: Path,
+    precision: str,
+    cache: Cache,
+    report: Report,
+    wanted: Sharing | None = None,
+    targets: Sequence[str] = (),
 ) -> Built:
     """Build every graph of `recipe` with the labelled data in `folder`.
 
     `precision` is "auto" (all that the recipe wants and the gate lets pass) or the one that is wanted: a graph that
     misses its gate in that is built in float. With `wanted`, attention is converted in every graph that has some.
+    For `targets` the fused kernels of marked graphs are compiled.
     Raises SourceError for unusable checkpoints and data, ConfigError when attention cannot be converted as wanted,
     GateFailed when a graph has no precision left.
     """
@@ -116,6 +127,7 @@ def build(
     if precision != "auto" and precision not in known:
         msg = f"no graph of the recipe has {precision}, only {', '.join(sorted(known))}: choose auto or one of those"
         raise ConfigError(msg)
+    archs = compiled.archs_of(targets)
     room = open_room(recipe, folder, cache, report, ("calibrate", "gate"))
     room.precision, room.sharing = precision, wanted
     contents = {name: room.fetch(name) for name in recipe.recipe.graphs}
@@ -124,10 +136,12 @@ def build(
     labels = own or "".join(room.labels(name, contents[name]) for name in recipe.recipe.graphs)
     graphs = {name: room.build(name, contents, labels.split("\n")) for name in recipe.recipe.graphs}
     steps = room.steps
+    made = {name: [one.content for one in graph.variants.values()] for name, graph in graphs.items()}
+    kernels = compiled.compile_kernels(steps, made, archs)
     if steps.done_before:
         report(f"{steps.done_before} steps done before")
     digests = {split: its.sha256 for split, its in room.splits.items()}
-    return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept, room.notes)
+    return Built(recipe, graphs, labels, digests, steps.tools, steps.done, room.kept, room.notes, kernels)
 
 
 def open_room(recipe: RecipeFile, folder: Path, cache: Cache, report: Report, splits: Sequence[str]) -> Room:

@@ -27,7 +27,7 @@ from appliance import __version__
 from models.errors import ApplianceError, ConfigError, WorkshopError
 from models.targets import BACKENDS, BUILD_CHECK
 from models.targets import TARGETS as ENGINE_TARGETS
-from provisioning import command_cli, enroll_cli, publish_cli
+from provisioning import command_cli, enroll_cli, flash_cli, overlay_cli, publish_cli
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -45,6 +45,7 @@ app.add_typer(_sweep, name="sweep")
 app.add_typer(publish_cli.app, name="publish")
 app.add_typer(command_cli.app, name="command")
 app.add_typer(enroll_cli.app, name="enroll")
+app.add_typer(flash_cli.app, name="flash")
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -191,6 +192,12 @@ def build(  # noqa: PLR0913, PLR0917 - options of a command
     gqa_method: Annotated[
         SharingMethod, typer.Option(help="How heads come to share: subspace is fitted, average is the plain baseline.")
     ] = SharingMethod.subspace,
+    kernels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--kernels", help="Pack fused kernels for a target, may be repeated: " + ", ".join(ENGINE_TARGETS)
+        ),
+    ] = None,
     data: Data = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Do every step again.")] = False,
     as_json: Json = False,
@@ -210,7 +217,7 @@ def build(  # noqa: PLR0913, PLR0917 - options of a command
     cache = Cache(None) if no_cache else Cache.of_user()
     with _progress() as report:
         wanted = Sharing(kv_heads, gqa_method.value) if kv_heads else None
-        built = workshop.build(read, data or read.default_data, precision.value, cache, report, wanted)
+        built = workshop.build(read, data or read.default_data, precision.value, cache, report, wanted, kernels or ())
         report("packing")
         pack.pack(built, out)
     _show(out, as_json)
@@ -327,6 +334,9 @@ def compile_(  # noqa: PLR0913, PLR0917 - options of a command
         _out.print(f"{BUILD_CHECK}: shows that the graphs compile; never executed, and not served unless asked for")
 
 
+app.command(epilog=_epilog("provision image image.toml --out overlay.tar"))(overlay_cli.image)
+
+
 @_sweep.command(name="gqa", epilog=_epilog("provision sweep gqa models/zoo/ppocr-v4.toml --plot gqa.svg"))
 def sweep_gqa(
     recipe: Annotated[Path, typer.Argument(help="Recipe (TOML) with a graph that has attention.")],
@@ -412,6 +422,9 @@ def _show(path: Path, as_json: bool) -> None:
     _out.print(f"{manifest.name} {manifest.version} ({manifest.licence}), task {manifest.task.kind}")
     _out.print(f"digest {manifest.digest}, content verified")
     _print_graphs(manifest.graphs, measured)
+    for arch, files in manifest.kernels.items():
+        size = sum(blob.size_bytes for blob in files.values())
+        _out.print(f"fused kernels for {arch}: {len(files)} files, {size / 1e6:.2f} MB")
     for source in manifest.provenance.sources:
         origin = f"{source.package} {source.version}: {source.file}" if source.package else source.file
         _out.print(f"from {origin}, sha256 {source.sha256[:12]}...")

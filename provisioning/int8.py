@@ -26,7 +26,7 @@ from provisioning.recipe import Int8 as Int8Recipe
 from provisioning.steps import THREADS, Steps
 
 UNFUSED = "int8-unfused"
-_SAMPLES = 16
+_SAMPLES, _PICTURES = 16, 64
 _SIDE = 320
 _PIXELS = 2_000_000
 """What a search looks at: so many samples, evenly chosen, or as many as have so many pixels in all; of a page the
@@ -167,7 +167,7 @@ def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str
     inside = {name: macs for name, macs in everything.items() if name not in outside}
     fused = precision != UNFUSED
     counted = outside if fused else everything
-    means, samples = _seen(seen, "mean"), _few(int8.samples, cut=-1 in int8.recipe.shape[2:])
+    means, samples = _seen(seen, "mean"), _few(int8.samples, int8.recipe)
     role, head = int8.recipe.role, int8.head
     search = sensitivity.Search(even, role, _thresholds(seen), means, samples, int8.runtime, THREADS, head)
     targets = set(search.names)
@@ -191,9 +191,10 @@ def _search(int8: Int8, precision: str, even: bytes, seen: bytes, kept: list[str
     return json.dumps({"kept": rounded, "divergence": round(after, _DIGITS)}).encode()
 
 
-def _few(samples: Sequence[Mapping[str, Array]], *, cut: bool) -> list[Mapping[str, Array]]:
-    """`cut` takes the middle of a large one, where the graph takes any size."""
-    chosen = [samples[i * len(samples) // _SAMPLES] for i in range(_SAMPLES)] if len(samples) > _SAMPLES else samples
+def _few(samples: Sequence[Mapping[str, Array]], graph: GraphRecipe) -> list[Mapping[str, Array]]:
+    """Of a large one the middle, where the graph takes any size. Of whole pictures more: each is one decision."""
+    most, cut = _PICTURES if graph.samples else _SAMPLES, -1 in graph.shape[2:]
+    chosen = [samples[i * len(samples) // most] for i in range(most)] if len(samples) > most else samples
     few: list[Mapping[str, Array]] = []
     pixels = 0
     for sample in chosen:

@@ -100,6 +100,7 @@ def pack(built: Built, path: Path) -> Manifest:
         if spec is not None:
             graphs[name] = Graph(spec, variants, graph.original, graph.left_out)
     recipe = built.recipe.recipe
+    kernels = {arch: {name: keep(file) for name, file in files.items()} for arch, files in built.kernels.items()}
     labels = keep(built.labels.encode()) if built.labels else None
     manifest = Manifest(
         name=recipe.name,
@@ -114,6 +115,7 @@ def pack(built: Built, path: Path) -> Manifest:
             sources=tuple(graph.source for graph in built.graphs.values()),
             steps=tuple(built.steps),
         ),
+        kernels=kernels,
     )
     packed_ms = {
         name: {one: ms for one, ms in its.items() if one in graphs[name].variants} for name, its in latency_ms.items()

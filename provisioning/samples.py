@@ -1,7 +1,8 @@
 """Samples for graphs without labelled data: what a recipe says that they are shown.
 
-    pictures  every JPEG and PNG file under a folder, whole and in quarters, made to fit as the graph's task does it;
-              of the files in order of their names every second one is gate, the others are calibrate
+    pictures  every JPEG and PNG file under a folder, made to fit as the graph's task does it, or for a graph without
+              such a task whole and in quarters; of the files in order of their names every second one is gate, the
+              others are calibrate
     tensors   every npz file under a folder, the arrays in it named as the graph's inputs, or `x` if there is one;
               divided in the same way
     tokens    sentences of random token ids, padded at their end, with their attention mask; from a fixed seed
@@ -44,10 +45,7 @@ def load(
     if split not in SPLITS:
         msg = f"there is no split {split!r} of unlabelled samples: choose {' or '.join(SPLITS)}"
         raise ConfigError(msg)
-    if samples.kind == "pictures" and settings is None:
-        height, width = shape[2:]
-        settings = fit.FitSettings(width, height, "stretch", mean=samples.mean, deviation=samples.deviation)
-    made = _TAKEN[samples.kind](samples, folder, split, settings or fit.FitSettings())
+    made = _TAKEN[samples.kind](samples, shape, folder, split, settings)
     digest = hashlib.sha256()
     for sample in made:
         for name, array in sample.items():
@@ -70,13 +68,21 @@ def _files(samples: Samples, folder: Path, split: str, endings: set[str]) -> lis
     return chosen
 
 
-def _pictures(samples: Samples, folder: Path, split: str, settings: fit.FitSettings) -> tuple[Inputs, ...]:
+def _pictures(
+    samples: Samples, shape: Sequence[int], folder: Path, split: str, settings: fit.FitSettings | None
+) -> tuple[Inputs, ...]:
     files = _files(samples, folder, split, {".jpg", ".jpeg", ".png"})
-    parts = [part for file in files for part in _whole_and_quarters(_read(file), settings.height, settings.width)]
-    return tuple({"x": fit.prepare(part, settings)} for part in _few(parts, samples.count))
+    if settings:
+        return tuple({"x": fit.prepare(_read(file), settings)} for file in _few(files, samples.count))
+    height, width = shape[2:]
+    parts = [part for file in files for part in _whole_and_quarters(_read(file), height, width)]
+    whole = fit.FitSettings(width, height, "stretch", mean=samples.mean, deviation=samples.deviation)
+    return tuple({"x": fit.prepare(part, whole)} for part in _few(parts, samples.count))
 
 
-def _tensors(samples: Samples, folder: Path, split: str, _settings: fit.FitSettings) -> tuple[Inputs, ...]:
+def _tensors(
+    samples: Samples, _shape: Sequence[int], folder: Path, split: str, _settings: fit.FitSettings | None
+) -> tuple[Inputs, ...]:
     made = []
     for file in _few(_files(samples, folder, split, {".npz"}), samples.count):
         try:
@@ -111,7 +117,9 @@ def _whole_and_quarters(picture_HWC: Array, height: int, width: int) -> list[Arr
     return [picture_HWC, *quarters]
 
 
-def _tokens(samples: Samples, _folder: Path, split: str, _settings: fit.FitSettings) -> tuple[Inputs, ...]:
+def _tokens(
+    samples: Samples, _shape: Sequence[int], _folder: Path, split: str, _settings: fit.FitSettings | None
+) -> tuple[Inputs, ...]:
     random = np.random.default_rng(SPLITS.index(split))
     made = []
     for _ in range(samples.count):
@@ -124,7 +132,7 @@ def _tokens(samples: Samples, _folder: Path, split: str, _settings: fit.FitSetti
     return tuple(made)
 
 
-_TAKEN: dict[str, Callable[[Samples, Path, str, fit.FitSettings], tuple[Inputs, ...]]] = {
+_TAKEN: dict[str, Callable[[Samples, Sequence[int], Path, str, fit.FitSettings | None], tuple[Inputs, ...]]] = {
     "pictures": _pictures,
     "tensors": _tensors,
     "tokens": _tokens,

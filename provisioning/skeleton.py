@@ -214,8 +214,8 @@ def _metadata_sizes(metadata: Mapping[str, str]) -> list[int]:
 
 
 def _names(metadata: Mapping[str, str]) -> list[str]:
-    """Names of the classes that some exporters note, by number."""
-    names = _literal(metadata.get("names", ""))
+    """Names of the classes that some exporters note: by number, or one a row."""
+    names = _literal(metadata.get("names", "")) or metadata.get("character", "").splitlines()
     if isinstance(names, dict) and set(names) == set(range(len(names))):
         names = [names[number] for number in range(len(names))]
     return [str(name) for name in names] if isinstance(names, list) else []

@@ -240,6 +240,8 @@ class _StateCollector(Collector):
         yield from self._of_operation(status, self._service.deployments())
         if status.get("mqtt"):
             yield from self._of_broker(status["mqtt"])
+        if "device" in status:  # not in a service that nobody told of its machine
+            yield from self._of_device(status["device"])
         lag = GaugeMetricFamily(
             "appliance_event_loop_lag_seconds", "How late the event loop was, in the last minute.", labels=("quantile",)
         )
@@ -293,6 +295,29 @@ class _StateCollector(Collector):
                 yield GaugeMetricFamily(f"appliance_memory_{key}", what, value=float(memory[key]))
 
     @staticmethod
+    def _of_device(device: Mapping[str, Any]) -> Iterator[Metric]:
+        """What the machine does not say has no line."""
+        throttled = device["throttled"]
+        slowed = float(bool(throttled["reasons"]))
+        yield GaugeMetricFamily("appliance_throttled", "1 while it slows itself down.", value=slowed)
+        yield CounterMetricFamily("appliance_throttlings", "How often it began to.", value=float(throttled["times"]))
+        for key, what in (
+            ("gpu_load", "Of the GPU, between 0 and 1."),
+            ("largest_free_block_bytes", "Memory that is free in one piece."),
+        ):
+            if key in device:
+                yield GaugeMetricFamily(f"appliance_{key}", what, value=float(device[key]))
+        for name, key, label, what in (
+            ("temperature_celsius", "temperatures_celsius", "zone", "By thermal zone."),
+            ("clock_hertz", "clocks_hz", "unit", "Of the GPU and the fastest core, now and at most."),
+            ("power_events", "power_events", "cause", "Times the chip was slowed for power since it was started."),
+        ):
+            yield _labelled(name, what, label, device.get(key, {}))
+        slots, rails = device.get("slots", {}), device.get("rails", {})
+        yield _labelled("power_watts", "By rail.", "rail", {rail: figures["watts"] for rail, figures in rails.items()})
+        yield _labelled("slot_bootable", "0 when its retries are spent.", "slot", slots.get("bootable", {}))
+
+    @staticmethod
     def _of_operation(status: Mapping[str, Any], deployments: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         """What is not known, or not set up, has no line."""
         contexts = sum(
@@ -339,6 +364,13 @@ class _StateCollector(Collector):
                 recovery.add_metric([*names, cause], spent["count"], spent["total_s"])
                 last.add_metric([*names, cause], spent["last_s"])
         yield from (restarts, faults, rungs, recovery, last)
+
+
+def _labelled(name: str, what: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"appliance_{name}", what, labels=(label,))
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
 
 
 def _duration(count: int, seconds: float) -> dict[str, int]:

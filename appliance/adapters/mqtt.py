@@ -239,6 +239,7 @@ class Mqtt:
         """Something that `status` says has changed: tell it, and how deployments have ended since."""
         status = self._service.status()
         state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock", "update")}
+        state["memory_step"], state["throttled"] = status["memory"]["step"], status["device"]["throttled"]["reasons"]
         self._state.append(orjson.dumps({**state, "session": self._link.session}))
         reports, reported = ended_deployments(self._service, self._spool.note(_REPORTED))
         for report in reports:

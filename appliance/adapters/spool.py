@@ -105,7 +105,8 @@ class Spool:
     def disconnected(self) -> None:
         """What was not acknowledged will be sent again."""
         with self._lock:
-            self._outbox.disconnected()
+            self._forget(self._outbox.disconnected())
+        self._changed.set()
 
     def note(self, name: str) -> str:
         """What was noted under `name`, empty when nothing was."""

@@ -17,6 +17,8 @@ from models.folder import make_folder, read_measurements, write_file, write_meas
 from models.measurements import Measurements
 
 _OVERHEAD, _CONFIGURED = "process_overhead.json", "configured.json"
+JOURNAL, SLOTS, METADATA = "journal.db", "slots", "repository"
+"""In the state folder: deployments and slots, bundles by digest, and signed metadata that was accepted."""
 DEVICE_ID = r"[A-Za-z0-9._-]{1,64}"
 """It stands in MQTT topics."""
 

@@ -99,16 +99,7 @@ class Outbox:
     def put(self, publication: Publication) -> list[int]:
         """One more; the numbers of those that were dropped for it, which may be its own."""
         self._add(publication)
-        dropped = []
-        telemetry = self._waiting[Kind.TELEMETRY]
-        for number in list(telemetry) if self.size_bytes > self._rules.most_bytes else ():
-            if self.size_bytes <= self._rules.most_bytes:
-                break
-            if number not in self._in_flight:  # the broker may have it already
-                self._remove(number)
-                dropped.append(number)
-        self.dropped["full"] += len(dropped)
-        return dropped
+        return self._trimmed()
 
     def aged(self, wall: float) -> list[int]:
         """Drop telemetry that is too old; its numbers.
@@ -156,14 +147,29 @@ class Outbox:
         self._in_flight.discard(number)
         self._remove(number)
 
-    def disconnected(self) -> None:
-        """What was in flight waits again, in its place: nobody knows whether the broker has it."""
+    def disconnected(self) -> list[int]:
+        """What was in flight waits again, in its place: nobody knows whether the broker has it.
+
+        The numbers of what is dropped, because now it may be.
+        """
         self._in_flight.clear()
+        return self._trimmed()
 
     def _fill(self, now: float) -> None:
         passed_s = max(0.0, now - self._filled_at)
         self._tokens = min(float(self._rules.window), self._tokens + passed_s * self._rules.replay_per_s)
         self._filled_at = now
+
+    def _trimmed(self) -> list[int]:
+        dropped = []
+        for number in list(self._waiting[Kind.TELEMETRY]) if self.size_bytes > self._rules.most_bytes else ():
+            if self.size_bytes <= self._rules.most_bytes:
+                break
+            if number not in self._in_flight:  # the broker may have it already
+                self._remove(number)
+                dropped.append(number)
+        self.dropped["full"] += len(dropped)
+        return dropped
 
     def _add(self, publication: Publication) -> None:
         self._waiting[publication.kind][publication.number] = publication

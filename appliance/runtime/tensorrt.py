@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from appliance.runtime import machine
+from kernels import plugin
 from kernels.launch import Driver
 from models.engine import PASSPORT, Passport, Shapes, Target
 from models.errors import BadInput, BundleError, ConfigError, ModelError
@@ -132,6 +133,7 @@ class TensorRtRuntime:
         passport.check_plan(plan)
         self._driver.enter()
         self._check_room(passport.graph, passport.need_bytes)
+        plugin.require(self._trt, passport.plugins)
         self._said.clear()
         engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:

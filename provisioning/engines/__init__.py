@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from appliance.runtime import tensorrt
+from kernels import plugin
 from models.bundle import Blob, Graph
 from models.engine import ENGINES, NEVER, PASSPORT, Passport, stem
 from models.errors import ConfigError, WorkshopError
 from models.folder import BundleFolder, blob_path, write_file
-from models.targets import BACKENDS, BUILD_CHECK, SERVE, TARGETS
+from models.targets import BACKENDS, BUILD_CHECK, SERVE, TARGETS, arch
 from models.tasks import shapes
 from provisioning.cache import Cache
 from provisioning.engines import child
@@ -118,26 +119,31 @@ def _compile(
     report(what)
     graph = folder.manifest.graphs[name]
     variant = graph.variants[precision]
-    folder.read(variant.graph)  # a damaged one is told as such, not as what a parser makes of it
+    content = folder.read(variant.graph)  # a damaged one is told as such, not as what a parser makes of it
+    exported = _exported(folder, content, wish, report, what)
     example = {key: array.shape for key, array in folder.read_arrays(variant.golden.inputs).items()}
     path = out / f"{stem(name, precision)}.plan"
     part, beside = path.with_name(f".{path.name}.new"), path.with_suffix(PASSPORT)
-    passport_part = beside.with_name(f".{beside.name}.new")
+    passport_part, graph_part = beside.with_name(f".{beside.name}.new"), path.with_name(f".{path.name}.onnx")
     order = Order(
         backend=wish.backend,
-        graph=str(blob_path(folder.path, variant.graph)),
+        graph=str(graph_part if exported else blob_path(folder.path, variant.graph)),
         plan=str(part),
         sm=TARGETS[wish.target],
         profiles=tuple(shapes.profiles(folder.manifest.task, name, graph.spec, example)),
         workspace_bytes=wish.workspace_bytes,
         timing_caches=str(cache.folder / "timings") if cache.folder else "",
+        plugins=bool(exported),
     )
     try:
+        if exported:
+            write_file(graph_part, exported)
         built = child.run(
             order, path.with_suffix(".log"), wish.limits, lambda text: report(f"{what}: {text}", within=True)
         )
         plan = part.read_bytes()
-        passport = _passport(name, precision, wish, variant.graph, Blob.of(plan), built)
+        plugins = dict.fromkeys(plugin.PLUGINS, Blob.of(exported).sha256) if exported else {}
+        passport = _passport(name, precision, wish, variant.graph, Blob.of(plan), plugins, built)
         write_file(passport_part, passport.to_bytes())  # a disk that is full leaves the earlier engine whole
         part.replace(path)
         passport_part.replace(beside)
@@ -152,12 +158,34 @@ def _compile(
     finally:
         part.unlink(missing_ok=True)
         passport_part.unlink(missing_ok=True)
+        graph_part.unlink(missing_ok=True)
     return Engine(path, passport, built)
 
 
-def _passport(name: str, precision: str, wish: Wish, graph: Blob, plan: Blob, built: child.Built) -> Passport:
+def _exported(folder: BundleFolder, content: bytes, wish: Wish, report: Report, what: str) -> bytes:
+    """The graph with its fused operators as plugins; empty where it has none, or the bundle no kernels for them."""
+    files = folder.manifest.kernels.get(arch(wish.target), {})
+    if not files or wish.backend != "tensorrt":  # TensorRT-RTX knows no plugins
+        return b""
+    try:
+        from provisioning import passes  # noqa: PLC0415 - a device may have no onnx
+        from provisioning.passes import plugin as export  # noqa: PLC0415
+    except ImportError as error:
+        report(
+            f"{what}: without the fused kernels, because {error.name} is missing: pip install 'edge-appliance[jetson]'"
+        )
+        return b""
+    model = passes.load(content, what)
+    if not model.functions:
+        return b""
+    kernels = {name: folder.read(blob) for name, blob in files.items()}
+    return passes.save(export.plugin(model, arch(wish.target), kernels))
+
+
+def _passport(
+    name: str, precision: str, wish: Wish, graph: Blob, plan: Blob, plugins: Mapping[str, str], built: child.Built
+) -> Passport:
     outcome = built.outcome
-    plugins: Mapping[str, str] = {}  # the fused kernels run outside of the plan until they have a TensorRT face
     return Passport(
         graph=name,
         precision=precision,

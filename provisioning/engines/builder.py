@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from appliance.runtime import tensorrt
+from kernels import plugin
 from kernels.launch import Driver
 from models import schema
 from models.engine import Shapes, Target
@@ -51,6 +52,8 @@ class Order:
     workspace_bytes: int
     timing_caches: str
     """Folder of what is known about the speed of kernels, a file for each GPU and version."""
+    plugins: bool = False
+    """Whether the graph has nodes that only `kernels.plugin` computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,8 @@ def build(trt: Any, order: Order, here: Target | None, tell: Tell) -> Outcome:  
         raise BuildError(msg)
     heard = Heard()
     log = tensorrt.logger(trt, heard)
+    if order.plugins:
+        plugin.register(trt)
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     _parse(trt.OnnxParser(network, log), Path(order.graph).read_bytes(), heard)

@@ -23,13 +23,12 @@ from onnx_ir import tape
 from onnx_ir.passes import common
 from onnxscript import optimizer
 
+from kernels import plugin
 from kernels.reference import BLOCK_EPS, BLOCKS, HEAD_SIZE, HEADS, LAST_EPS, WIDTH, Neck
 from provisioning.passes import OPSET
 
-DOMAIN = "appliance"
+DOMAIN, CONV_ATTENTION, CTC_HEAD = plugin.NAMESPACE, plugin.CONV_ATTENTION, plugin.CTC_HEAD
 VERSION = 1
-CONV_ATTENTION = "ConvAttention"
-CTC_HEAD = "CtcHead"
 
 
 def inline(model: ir.Model) -> ir.Model:

@@ -89,17 +89,19 @@ def front(bundle: Path, data: Path, work: Path) -> None:
 
 def launch(kernels: Path, work: Path) -> None:
     """Neck and head of every line on the GPU; best class and probability are added to the file."""
-    from kernels.launch import Driver, HeadRunner, NeckRunner  # noqa: PLC0415
+    from kernels import launch as face  # noqa: PLC0415
     from kernels.timing import Bench  # noqa: PLC0415
 
     with np.load(work) as stored:
         arrays = dict(stored)
     spec = Neck(str(arrays["form"]), int(arrays["kv_heads"]))  # type: ignore[arg-type] # written by `front`
     weights = {name: arrays[f"neck.{name}"] for name in spec.shapes()}
-    bench = Bench(Driver())
+    bench = Bench(face.Driver())
+    arch, compiled = bench.driver.arch, face.read_kernels(kernels)
     most = max(len(value) for name, value in arrays.items() if name.startswith("line"))
-    neck = NeckRunner(bench.driver, kernels, spec, weights)
-    head = HeadRunner(bench.driver, kernels, arrays["head.w_CK"], arrays["head.b_K"], max_rows=most)
+    neck = face.NeckRunner(bench.driver, compiled, spec, face.pack_neck_for(arch, spec, weights))
+    packed = face.pack_head_for(arch, arrays["head.w_CK"], arrays["head.b_K"])
+    head = face.HeadRunner(bench.driver, compiled, packed, max_rows=most)
     out = {}
     for name, x_TC in arrays.items():
         if not name.startswith("line"):

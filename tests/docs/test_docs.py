@@ -150,7 +150,6 @@ def published(folder: Path) -> str:
 
 
 PREPARED: dict[str, Callable[[Path], str]] = {
-    "README.md": checkout,
     "quickstart-pc.md": checkout,
     "cameras.md": camera,
     "http.md": protocol,
@@ -186,9 +185,19 @@ def test_every_block_that_is_marked_does_what_it_says(document: Path, reader: Re
         reader.run(block)
 
 
+def test_the_readme_builds_and_serves_as_the_quickstart_that_is_run() -> None:
+    said = (ROOT / "README.md").read_text(encoding="utf-8").partition("## A bundle")[2].partition("## ")[0]
+    commands = [
+        row for block in re.findall(r"^```sh\n(.*?)^```$", said, re.MULTILINE | re.DOTALL) for row in block.splitlines()
+    ]
+    run = [row for block in blocks(ROOT / "docs" / "quickstart-pc.md") for row in block.text.splitlines()]
+    assert len(commands) > 5
+    assert [row for row in commands if row not in run] == []
+
+
 def test_the_documents_that_begin_things_have_blocks_that_run() -> None:
     run = {document.name for document in DOCUMENTS if blocks(document)}
-    assert {"README.md", "quickstart-pc.md", "own-model.md", "cameras.md", "http.md", "security.md"} <= run
+    assert {"quickstart-pc.md", "own-model.md", "cameras.md", "http.md", "security.md"} <= run
 
 
 @pytest.mark.parametrize("block", ["false\ntrue", "echo $NOTHING", "curl http://127.0.0.1:8080/nothing"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Work = Callable[[], None]
@@ -35,6 +35,9 @@ class StandInCuda:
         self.graphs: dict[int, list[Work]] = {}
         self.streams: dict[int, list[Work]] = {}
         self.broken: set[int] = set()
+        self.launches: list[tuple[str, int, tuple[int, int], list[int]]] = []
+        """Of kernels that have run: entry, stream, grid, and every argument as 64 bits."""
+        self._entries: dict[int, str] = {}
         self._captures: dict[int, list[Work]] = {}
         self._handles = itertools.count(1)
 
@@ -90,6 +93,34 @@ class StandInCuda:
 
     def on_cuMemsetD8_v2(self, pointer: Any, value: Any, size: Any) -> None:
         ctypes.memset(number(pointer), number(value), number(size))
+
+    def on_cuMemcpyHtoD_v2(self, target: Any, source: bytes, size: Any) -> None:
+        ctypes.memmove(number(target), source, number(size))
+
+    def on_cuModuleLoadData(self, module: Any, _image: bytes) -> None:
+        module._obj.value = next(self._handles)
+
+    def on_cuModuleGetFunction(self, function: Any, _module: Any, entry: bytes) -> None:
+        function._obj.value = next(self._handles)
+        self._entries[function._obj.value] = entry.decode()
+
+    def on_cuOccupancyMaxActiveBlocksPerMultiprocessor(self, count: Any, *_: Any) -> None:
+        count._obj.value = 1
+
+    def on_cuLaunchKernel(self, function: Any, *shape: Any) -> int:
+        """Queue a launch; its arguments are read now, as the real one does."""
+        *_, stream, parameters, _extra = shape
+        return self._launch(function, shape, stream, parameters)
+
+    def on_cuLaunchCooperativeKernel(self, function: Any, *shape: Any) -> int:
+        *_, stream, parameters = shape
+        return self._launch(function, shape, stream, parameters)
+
+    def _launch(self, function: Any, shape: Sequence[Any], stream: Any, parameters: Any) -> int:
+        words = [ctypes.c_uint64.from_address(address).value for address in parameters]
+        launch = self._entries[number(function)], number(stream), (shape[0], shape[1]), words
+        self.enqueue(number(stream), lambda: self.launches.append(launch))
+        return 0
 
     def on_cuStreamCreate(self, stream: Any, _flags: int) -> None:
         stream._obj.value = next(self._handles)

@@ -3,13 +3,15 @@
 A plan is JSON. Names, argument orders and None or False for failure are TensorRT's; tests/unit/test_tensorrt_api.py
 holds the names against a table. Work goes through the stand-in driver, so nothing is computed before the stream is
 waited for. What it cannot show is anything about speed, precision, or what real kernels do.
+Past 400 lines because the library is one thing whose parts know each other; plugins are in a file of their own.
 """
-# ruff: noqa: ANN401  (TensorRT's names say what they do; it is untyped)
+# ruff: noqa: ANN401, SLF001  (TensorRT's names say what they do; it is untyped; parts of one double know each other)
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -17,14 +19,29 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import onnx
 
+from doubles import plugins
 from doubles.cuda import StandInCuda
 
 ITEM_BYTES = {"FLOAT": 4, "HALF": 2, "INT8": 1, "INT32": 4, "INT64": 8, "UINT8": 1, "BOOL": 1, "BF16": 2}
 KINDS = {1: "FLOAT", 10: "HALF", 3: "INT8", 6: "INT32", 7: "INT64", 2: "UINT8", 9: "BOOL", 16: "BF16"}
 """ONNX element type -> name in DataType."""
+DTYPES = {"FLOAT": np.float32, "HALF": np.float16, "INT64": np.int64}
 ACTIVATION_BYTES = 1000
+_PLUGIN_NAMES = (
+    "IPluginV3",
+    "IPluginV3OneCore",
+    "IPluginV3OneBuild",
+    "IPluginV3OneRuntime",
+    "IPluginCreatorV3One",
+    "PluginField",
+    "PluginFieldCollection",
+    "PluginFieldType",
+    "DimsExprs",
+    "TensorFormat",
+)
 
 
 class StandInTensorRt(ModuleType):
@@ -51,18 +68,24 @@ class StandInTensorRt(ModuleType):
         self.DataType = enum.Enum("DataType", list(ITEM_BYTES))
         self.ExecutionContextAllocationStrategy = enum.Enum("Strategy", ["STATIC", "USER_MANAGED"])
         self.ILogger, self.IProgressMonitor = ILogger, IProgressMonitor
+        self.registry = plugins.PluginRegistry()
+        for one in _PLUGIN_NAMES:
+            setattr(self, one, getattr(plugins, one))
         if rtx:
             self.ComputeCapability = enum.Enum("ComputeCapability", ["NONE", "SM80", "SM86"])
 
     def say(self, severity: int, text: str) -> None:
         self.logger.log(severity, text)
 
+    def get_plugin_registry(self) -> plugins.PluginRegistry:
+        return self.registry
+
     def Builder(self, logger: Any) -> Builder:  # noqa: N802
         self.logger = self.logger or logger  # the first of a process stays
         return Builder(self)
 
     def OnnxParser(self, network: Network, _logger: Any) -> OnnxParser:  # noqa: N802
-        return OnnxParser(network)
+        return OnnxParser(self, network)
 
     def Runtime(self, logger: Any) -> Runtime:  # noqa: N802
         self.logger = self.logger or logger
@@ -78,10 +101,13 @@ class IProgressMonitor:
 
 
 class Network:
-    """Tensors of a graph."""
+    """Tensors of a graph, and, where it has plugins, its layers."""
 
     def __init__(self) -> None:
         self.io: list[dict[str, Any]] = []
+        self.layers: list[plugins.Layer | tuple[str, str, str]] = []
+        """A plugin, or operator, input and output of anything else."""
+        self.tensors: dict[str, tuple[Any, plugins.DimsExprs]] = {}
 
 
 class ParserError:
@@ -101,10 +127,10 @@ class ParserError:
 
 
 class OnnxParser:
-    """Knows one operator."""
+    """Knows Identity, Cast, and the plugins that are registered."""
 
-    def __init__(self, network: Network) -> None:
-        self._network = network
+    def __init__(self, trt: StandInTensorRt, network: Network) -> None:
+        self._trt, self._network = trt, network
         self._errors: list[ParserError] = []
 
     @property
@@ -116,7 +142,7 @@ class OnnxParser:
 
     def parse(self, content: bytes) -> bool:
         graph = onnx.load_model_from_string(content).graph
-        self._errors = [ParserError(node.op_type, node.name) for node in graph.node if node.op_type != "Identity"]
+        self._errors = []
         for mode, values in (("INPUT", graph.input), ("OUTPUT", graph.output)):
             for value in values:
                 kind = value.type.tensor_type
@@ -124,7 +150,40 @@ class OnnxParser:
                 self._network.io.append(
                     {"name": value.name, "mode": mode, "dtype": KINDS[kind.elem_type], "shape": shape}
                 )
+                if mode == "INPUT":
+                    sizes = plugins.DimsExprs([value.name, axis] for axis in range(len(shape)))
+                    self._network.tensors[value.name] = self._trt.DataType[KINDS[kind.elem_type]], sizes
+        for node in graph.node:
+            self._add(node)
         return not self._errors
+
+    def _add(self, node: onnx.NodeProto) -> None:
+        """Add a layer; a plugin is looked up by the version and namespace that its node names."""
+        network, attributes = self._network, {one.name: one for one in node.attribute}
+        if node.op_type in {"Identity", "Cast"}:
+            kind, sizes = network.tensors.get(node.input[0], (None, plugins.DimsExprs()))
+            if node.op_type == "Cast":
+                kind = self._trt.DataType[KINDS[attributes["to"].i]]
+            network.layers.append((node.op_type, node.input[0], node.output[0]))
+            network.tensors[node.output[0]] = kind, sizes
+            return
+        named = [attributes.pop(key).s.decode() for key in ("plugin_version", "plugin_namespace") if key in attributes]
+        creator = self._trt.registry._find(node.op_type, *named) if len(named) == 2 else None
+        if creator is None:
+            self._errors.append(ParserError(node.op_type, node.name))
+            return
+        held = {name: _held(one) for name, one in attributes.items()}  # text ends with a zero, as RTX 1.7's was seen to
+        fields = plugins.PluginFieldCollection(plugins.PluginField(name, *one) for name, one in held.items())
+        plugin = creator.create_plugin(node.name, fields, plugins.TensorRTPhase.BUILD)
+        layer = plugins.Layer(node.name, plugin, list(node.input), list(node.output))
+        network.tensors.update(layer.add(network.tensors))
+        network.layers.append(layer)
+
+
+def _held(attribute: onnx.AttributeProto) -> tuple[Any, int]:
+    if attribute.type == onnx.AttributeProto.STRING:
+        return np.frombuffer(attribute.s + b"\0", np.int8), plugins.PluginFieldType.CHAR
+    return np.array([attribute.i], np.int32), plugins.PluginFieldType.INT32
 
 
 class Profile:
@@ -222,13 +281,59 @@ class Builder:
         monitor.phase_start("Building Engine", None, 2)
         assert all(monitor.step_complete("Building Engine", step) for step in range(2))
         monitor.phase_finish("Building Engine")
+        try:
+            layers = [self._built(network, layer, config) for layer in network.layers]
+        except Exception as error:
+            self._trt.say(1, f"Error Code 10: Internal Error (Could not find any implementation: {error})")
+            return None
         self._trt.say(3, f"Total Activation Memory: {ACTIVATION_BYTES} bytes")
         plan = {
             "version": self._trt.__version__,
             "io": network.io,
             "profiles": [profile.shapes for profile in config.profiles],
+            "layers": layers if any(isinstance(one, plugins.Layer) for one in network.layers) else [],
         }
         return json.dumps(plan).encode()
+
+    def _built(self, network: Network, layer: plugins.Layer | tuple[str, str, str], config: Config) -> Any:
+        if not isinstance(layer, plugins.Layer):
+            return [*layer, network.tensors[layer[1]][0].name, network.tensors[layer[2]][0].name]
+        kinds = [network.tensors[name][0] for name in (*layer.inputs, *layer.outputs)]
+        for profile in config.profiles:
+            dims = functools.partial(_dims, network.tensors, profile.shapes)
+            layer.build(kinds, list(self._trt.DataType), dims)
+            _time(self._trt.cuda, layer, kinds, dims)
+        return layer.save()
+
+
+def _dims(tensors: Any, shapes: Any, name: str, which: int) -> tuple[int, ...]:
+    """Least, usual or largest shape of a tensor within a profile."""
+    sizes = tensors[name][1]
+    return tuple(one if isinstance(one, int) else shapes[one[0]][which][one[1]] for one in sizes)
+
+
+def _time(cuda: StandInCuda, layer: plugins.Layer, kinds: Sequence[Any], dims: Any) -> None:
+    """Run a plugin once on its usual shapes, as the builder does to learn its speed."""
+    described = [
+        plugins.PluginTensorDesc(dims(name, 1), kind)
+        for name, kind in zip((*layer.inputs, *layer.outputs), kinds, strict=True)
+    ]
+    stream = ctypes.c_int()
+    cuda.on_cuStreamCreate(ctypes.byref(stream), 0)
+    attached = layer.plugin.clone().attach_to_context(None)
+    memory = [np.zeros(math.prod(one.dims) * ITEM_BYTES[one.type.name] + 16, np.uint8) for one in described]
+    _enqueue(attached, described, [_aligned(one) for one in memory], len(layer.inputs), stream.value)
+    cuda.on_cuStreamSynchronize(stream)
+
+
+def _aligned(memory: Any) -> int:
+    return -(-int(memory.ctypes.data) // 16) * 16
+
+
+def _enqueue(plugin: Any, described: list[Any], addresses: list[int], inputs: int, stream: int) -> None:
+    plugin.set_tactic(0)
+    plugin.on_shape_change(described[:inputs], described[inputs:])
+    plugin.enqueue(described[:inputs], described[inputs:], addresses[:inputs], addresses[inputs:], 0, stream)
 
 
 class Runtime:
@@ -247,14 +352,20 @@ class Runtime:
         if not fits:
             self._trt.say(1, "Error Code 6: API Usage Error (The engine plan file is not compatible with this version)")
             return None
-        return Engine(self._trt, data)
+        saved = [layer for layer in data["layers"] if isinstance(layer, dict)]
+        made = {layer["name"]: plugins.create(self._trt.registry, layer) for layer in saved}
+        if None in made.values():
+            self._trt.say(1, "IRuntime::deserializeCudaEngine: Error Code 1: Serialization (Cannot find plugin)")
+            return None
+        return Engine(self._trt, data, made)
 
 
 class Engine:
-    """Each output is the input at the same place."""
+    """Each output is the input at the same place; with plugins, what the layers make of the inputs."""
 
-    def __init__(self, trt: StandInTensorRt, data: dict[str, Any]) -> None:
+    def __init__(self, trt: StandInTensorRt, data: dict[str, Any], made: dict[str, Any]) -> None:
         self.trt = trt
+        self._layers, self._plugins = data["layers"], made
         self.io = {tensor["name"]: tensor for tensor in data["io"]}
         self.profiles = data["profiles"]
         self.activation_bytes = ACTIVATION_BYTES
@@ -296,6 +407,8 @@ class Context:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._attached = {name: one.clone().attach_to_context(None) for name, one in engine._plugins.items()}
+        self._inner: dict[str, Any] = {}
         self._profile = -1
         self._scratch_bytes = -1
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -319,7 +432,14 @@ class Context:
         return [name for name in self._inputs() if name not in self._shapes]
 
     def get_tensor_shape(self, name: str) -> list[int]:
-        return list(self._shapes[self._twin(name)])
+        for layer in self._engine._layers:
+            outputs = layer["outputs"] if isinstance(layer, dict) else [layer[2]]
+            if name in outputs and not isinstance(layer, dict):
+                return self.get_tensor_shape(layer[1])
+            if name in outputs:
+                sizes = layer["shapes"][outputs.index(name)]
+                return [one if isinstance(one, int) else self._shapes[one[0]][one[1]] for one in sizes]
+        return list(self._shapes[name if name in self._shapes else self._twin(name)])
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         self._addresses[name] = memory
@@ -334,10 +454,48 @@ class Context:
             trt.cuda.broken.add(stream)
             trt.say(1, "Error Code 1: Cuda Runtime (operation not permitted when stream is capturing)")
             return False
+        if self._engine._layers:
+            return self._run(stream)
         for name in self._outputs():
             source, target, size = self._addresses[self._twin(name)], self._addresses[name], self._size_bytes(name)
             trt.cuda.enqueue(stream, lambda to=target, of=source, n=size: ctypes.memmove(to, of, n))
         return True
+
+    def _run(self, stream: int) -> bool:
+        trt = self._engine.trt
+        kinds = {name: tensor["dtype"] for name, tensor in self._engine.io.items()}
+        try:
+            for layer in self._engine._layers:
+                if isinstance(layer, dict):
+                    kinds |= dict(zip(layer["outputs"], layer["types"], strict=True))
+                    names = [*layer["inputs"], *layer["outputs"]]
+                    described = [
+                        plugins.PluginTensorDesc(tuple(self.get_tensor_shape(name)), trt.DataType[kinds[name]])
+                        for name in names
+                    ]
+                    addresses = [self._address(name, kinds[name]) for name in names]
+                    _enqueue(self._attached[layer["name"]], described, addresses, len(layer["inputs"]), stream)
+                else:
+                    _, given, made, kind, wanted = layer
+                    kinds[made] = wanted
+                    ends = (given, kind), (made, wanted)
+                    numbers = [
+                        (self._address(*end), math.prod(self.get_tensor_shape(end[0])), DTYPES[end[1]]) for end in ends
+                    ]
+                    trt.cuda.enqueue(stream, functools.partial(_cast, *numbers))
+        except Exception as error:
+            trt.say(1, f"IExecutionContext::enqueueV3: Error Code 1: Plugin ({error})")
+            return False
+        return True
+
+    def _address(self, name: str, kind: str) -> int:
+        """Of a bound tensor, or of one between layers."""
+        if name in self._addresses:
+            return self._addresses[name]
+        size = math.prod(self.get_tensor_shape(name)) * ITEM_BYTES[kind] + 16
+        if name not in self._inner or self._inner[name].size != size:
+            self._inner[name] = np.zeros(size, np.uint8)
+        return _aligned(self._inner[name])
 
     def _size_bytes(self, name: str) -> int:
         return math.prod(self.get_tensor_shape(name)) * ITEM_BYTES[self._engine.io[name]["dtype"]]
@@ -350,3 +508,10 @@ class Context:
 
     def _twin(self, name: str) -> str:
         return self._inputs()[self._outputs().index(name)]
+
+
+def _cast(given: tuple[int, int, Any], made: tuple[int, int, Any]) -> None:
+    """Turn numbers at one address into those of another type at another."""
+    address, count, kind = given
+    numbers = np.frombuffer(ctypes.string_at(address, count * np.dtype(kind).itemsize), kind).astype(made[2])
+    ctypes.memmove(made[0], numbers.tobytes(), numbers.nbytes)

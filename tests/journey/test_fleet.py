@@ -91,7 +91,11 @@ def test_an_operator_who_follows_the_document_commands_a_device(desk: Desk) -> N
     desk.start(serve)
     eventually(lambda: listens(int(desk.words("8090"))), "the repository is served", 60)
     arguments = ["--config", str(config), "--bundle", str(desk.folder / "scale")]
-    env = {"APPLIANCE_RUNTIME": "null", "APPLIANCE_CLOCK__ASSUME_SYNCED": "true"}
+    env = {
+        "APPLIANCE_RUNTIME": "null",
+        "APPLIANCE_CLOCK__ASSUME_SYNCED": "true",
+        "APPLIANCE_REBOOT_COMMAND": '["sleep", "20"]',
+    }
     with Daemon(desk.folder / "daemon", *arguments, env=env) as daemon:
         eventually(lambda: daemon.status()["update"]["looked_s_ago"] is not None, "it knows who may order", 60)
         eventually(lambda: daemon.status()["mqtt"]["connected"], "it is connected", 30)
@@ -105,3 +109,16 @@ def test_an_operator_who_follows_the_document_commands_a_device(desk: Desk) -> N
         assert answers[4]["result"]["status"]["device_id"] == DEVICE
         (again,) = desk.type(publish)
         assert again == answers[-1]
+
+    daemon = Daemon(desk.folder / "daemon", *arguments, env=env)
+    try:
+        daemon.wait_serving().wait_ready()
+        asked = desk.start(f"{order.partition('order unload')[0]}order reboot")
+        eventually(lambda: daemon.log("order_taken"), "it has taken the order", 30)
+        daemon.kill()
+    finally:
+        daemon.close()
+    with Daemon(desk.folder / "daemon", *arguments, env=env):
+        answer = json.loads(asked.communicate(timeout=60)[0])  # the broker has brought the order again by itself
+    assert answer["status"] == "unknown"
+    assert "begun before the daemon was started anew" in answer["reason"]

@@ -96,6 +96,7 @@ def test_the_state_of_a_device_is_retained_with_its_models(listener: Listener) -
     assert (model["name"], model["version"], model["ready"], model["runtime"]) == ("null", "1", True, "null")
     assert {"digest", "trust", "precision"} <= set(model)
     assert "synced" in state.document["clock"]
+    assert (state.document["memory_step"], state.document["throttled"]) == ("normal", [])
 
 
 def test_a_change_of_a_model_is_reported_at_once(start_daemon: StartDaemon, broker: Mosquitto, tmp_path: Path) -> None:

@@ -169,14 +169,13 @@ def test_a_link_that_has_gone_silent_is_noticed_and_what_was_said_meanwhile_arri
 
 
 @pytest.mark.long
-def test_two_devices_with_one_name_do_not_storm_the_broker_and_each_says_what_is_wrong(
+def test_two_devices_with_one_name_do_not_storm_the_broker_and_both_serve(
     start_null: StartDaemon, broker: Mosquitto
 ) -> None:
     with Wire(broker.start().port) as wire:
         twins = [connect(start_null, wire.address, f"twin-{number}", LONGEST_RETRY_S="60") for number in range(2)]
         for twin in twins:
             eventually(lambda: twin.log("mqtt_down"), "it lost the connection to the other", 60)  # noqa: B023
-            assert "taken over" in twin.log("mqtt_down")[0]["reason"]
         began, before = time.monotonic(), wire.connections
         while time.monotonic() < began + 5:
             for twin in twins:

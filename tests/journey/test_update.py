@@ -221,7 +221,7 @@ def test_an_operator_sees_how_far_an_update_is_and_takes_it_back_by_hand_while_r
         updated = appliance("update", "--wait", env=env)
         assert (updated.returncode, updated.stdout) == (0, "deployment 1: scale 2.0.0 is good\n"), updated
         told = updated.stderr.splitlines()
-        assert any(re.fullmatch(r"deployment 1: trial [1-9]0 %", line) for line in told), told
+        assert any(re.fullmatch(r"deployment 1 is at trial, [1-9]0 %", line) for line in told), told
         eventually(lambda: seen["2.0.0"] > 10, "the new version answers")
         back = appliance("rollback", "--wait", "--json", env=env)
         assert json.loads(back.stdout)["deployment"]["step"] == "undone"

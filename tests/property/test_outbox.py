@@ -63,7 +63,7 @@ class Link(RuleBasedStateMachine):
     @rule()
     def lose_the_link(self) -> None:
         self.sent.clear()
-        self.outbox.disconnected()
+        assert not self.results & set(self.outbox.disconnected())
 
     @invariant()
     def every_result_is_there_until_the_broker_has_it(self) -> None:

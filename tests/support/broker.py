@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,30 +103,40 @@ class Wire:
         self.open.set()
         self.connections = 0
         self._ends: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         """Take connections."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._start(self._accept)
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Cut all of them."""
-        self._server.close()
+        self._server.shutdown(socket.SHUT_RDWR)
         self.open.set()
+        self._threads[0].join(10)  # nobody else comes
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        for end in (self._server, *self._ends):
             end.close()
+
+    def _start(self, work: Callable[..., None], *given: object) -> None:
+        self._threads.append(threading.Thread(target=work, args=given, daemon=True))
+        self._threads[-1].start()
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
                 near, _address = self._server.accept()
+                self._ends.append(near)
                 far = socket.create_connection(("127.0.0.1", self._target))
-                self._ends += [near, far]
+                self._ends.append(far)
                 self.connections += 1
                 for start, end, delay_s in ((near, far, 0.0), (far, near, self._delay_s)):
-                    threading.Thread(target=self._pump, args=(start, end, delay_s), daemon=True).start()
+                    self._start(self._pump, start, end, delay_s)
 
     def _pump(self, start: socket.socket, end: socket.socket, delay_s: float) -> None:
         with contextlib.suppress(OSError):
@@ -134,6 +144,7 @@ class Wire:
                 time.sleep(delay_s)
                 self.open.wait()
                 end.sendall(data)
+        with contextlib.suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
 
 
@@ -149,11 +160,14 @@ class HangsUp:
 
     def __enter__(self) -> Self:
         """Take connections."""
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Listen no more."""
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._thread.join(10)
         self._server.close()
 
     def _serve(self) -> None:

@@ -160,7 +160,7 @@ def recover(state_dir: Path, given: Path, url: str, root: Path, published: Path 
 
 
 class _AtOnce(asyncio.SelectorEventLoop):
-    """A loop that does what is given to threads itself: with one device and nobody waiting, that is twice as fast."""
+    """A loop that does itself what is given to threads: nobody waits here, and handing over takes longer than most."""
 
     def run_in_executor(self, _executor: Any, func: Callable[..., Any], *given: Any) -> asyncio.Future[Any]:  # noqa: ANN401 - as in the library
         """Call `func` now."""
@@ -183,9 +183,10 @@ async def _recover(config: Settings, fetcher: FromFolder | None) -> Recovered:
             for slot in known.slots
             if slot.state != SlotState.BAD.value and not _whole(slots / slot.digest)
         ]
-        wanted = to_serve(known.slots, BundleFolder(config.bundles[0]).manifest.name, known.facts.revoked)
         was_accepted = accepted(config.state_dir / "repository")
         with contextlib.closing(Updates(config, time.time)) as updates:
+            goes_on = updates._known or known  # noqa: SLF001 - a trial that was begun too often is over
+            wanted = to_serve(goes_on.slots, BundleFolder(config.bundles[0]).manifest.name, known.facts.revoked)
             open_bundle = partial(_bundle, updates)
             service = InThisProcess(
                 [updates.present(folder, open_bundle) for folder in config.bundles], device_id=name, facts=dict

@@ -15,6 +15,7 @@ from doubles.tensorrt import StandInTensorRt
 
 from appliance.runtime import tensorrt
 from kernels.launch import Driver
+from kernels.plugin import PLUGINS
 from models.bundle import Blob
 from models.engine import NEVER, Passport, Shapes
 from models.targets import SERVE
@@ -34,18 +35,24 @@ def install(monkeypatch: pytest.MonkeyPatch, **options: Any) -> StandInTensorRt:
     return trt
 
 
-def order(graph: Path, plan: Path, *profiles: Mapping[str, Shapes], sm: str = "8.7", caches: str = "") -> builder.Order:
+def order(
+    graph: Path, plan: Path, *profiles: Mapping[str, Shapes], sm: str = "8.7", caches: str = "", plugins: bool = False
+) -> builder.Order:
     """What `provision compile` would order."""
-    return builder.Order("tensorrt", str(graph), str(plan), sm, profiles, WORKSPACE_BYTES, caches)
+    return builder.Order("tensorrt", str(graph), str(plan), sm, profiles, WORKSPACE_BYTES, caches, plugins)
 
 
-def engine(trt: StandInTensorRt, folder: Path, graph: bytes, *profiles: Mapping[str, Shapes]) -> Path:
-    """Build `graph` and lay plan and passport where a bundle has them; the passport's path."""
+def engine(
+    trt: StandInTensorRt, folder: Path, graph: bytes, *profiles: Mapping[str, Shapes], exported: bytes = b""
+) -> Path:
+    """Build `graph`, or `exported` in its place, and lay plan and passport where a bundle has them; where that is."""
     out = folder / "orin-nano"
     out.mkdir(parents=True, exist_ok=True)
-    (out / "g.onnx").write_bytes(graph)
+    (out / "g.onnx").write_bytes(exported or graph)
     here = tensorrt.here(trt.__name__, trt, Driver())
-    outcome = builder.build(trt, order(out / "g.onnx", out / "g.plan", *profiles), here, lambda _event: None)
+    outcome = builder.build(
+        trt, order(out / "g.onnx", out / "g.plan", *profiles, plugins=bool(exported)), here, lambda _event: None
+    )
     trt.logger = None  # building is for another process, and each has a logger of its own
     passport = Passport(
         graph="g",
@@ -57,7 +64,7 @@ def engine(trt: StandInTensorRt, folder: Path, graph: bytes, *profiles: Mapping[
         profiles=outcome.profiles,
         memory_bytes=outcome.memory_bytes,
         flags=outcome.flags,
-        plugins={},
+        plugins=dict.fromkeys(PLUGINS, Blob.of(exported).sha256) if exported else {},
         timing_cache_sha256=outcome.timing_cache_sha256,
         purpose=SERVE,
         executed=NEVER,

@@ -18,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from appliance.runtime.tensorrt import DATATYPES
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = ROOT / "tests" / "data" / "tensorrt-api.json"
-SOURCES = ("appliance/runtime/tensorrt.py", "provisioning/engines/builder.py")
+SOURCES = ("appliance/runtime/tensorrt.py", "provisioning/engines/builder.py", "kernels/plugin.py")
 """Files that use the library, which they always call `trt`."""
 CLASSES = {
     "builder": "Builder",
@@ -38,8 +39,26 @@ CLASSES = {
     "runtime": "Runtime",
     "engine": "ICudaEngine",
     "context": "IExecutionContext",
+    "registry": "IPluginRegistry",
+    "field": "PluginField",
+    "desc": "PluginTensorDesc",
+    "expr_builder": "IExprBuilder",
 }
 """Variable (or attribute, with an underscore) that holds an object of the library -> its class."""
+CAPABILITIES = {
+    "IPluginV3": ("clone", "get_capability_interface"),
+    "IPluginV3OneCore": ("plugin_name", "plugin_version", "plugin_namespace"),
+    "IPluginV3OneBuild": (
+        "num_outputs",
+        "timing_cache_id",
+        "get_output_data_types",
+        "get_output_shapes",
+        "supports_format_combination",
+        "configure_plugin",
+    ),
+    "IPluginV3OneRuntime": ("enqueue", "on_shape_change", "attach_to_context", "get_fields_to_serialize", "set_tactic"),
+}
+"""Of a class with several bases: base -> which of its members are that base's."""
 _FUNCTIONS = (
     "createInferBuilder_INTERNAL",
     "createInferRefitter_INTERNAL",
@@ -88,14 +107,18 @@ def names(tree: ast.Module) -> Iterator[str]:
             elif len(chain) > 1 and (owner := CLASSES.get(chain[-2].removeprefix("_"))):
                 yield f"{owner}.{chain[-1]}"
         elif isinstance(node, ast.ClassDef):
-            for base in node.bases:
-                owner = ast.unparse(base).removeprefix("trt.")
-                if owner != ast.unparse(base):
-                    yield from (
-                        f"{owner}.{part.name}"
-                        for part in node.body
-                        if isinstance(part, ast.FunctionDef) and not part.name.startswith("_")
-                    )
+            owners = [name[4:] for name in map(ast.unparse, node.bases) if name.startswith("trt.")]
+            for member in _members(node) if owners else ():
+                holder = next((one for one in owners if member in CAPABILITIES.get(one, ())), owners[0])
+                yield f"{holder}.{member}"
+
+
+def _members(node: ast.ClassDef) -> set[str]:
+    """Public methods of a class, and the public attributes that its instances get."""
+    methods = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    assigned = (target for part in ast.walk(node) if isinstance(part, ast.Assign) for target in part.targets)
+    attributes = {one.attr for one in assigned if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"}
+    return {name for name in methods | attributes if not name.startswith("_")}
 
 
 def describe(module: str, wanted: set[str], **environment: str) -> tuple[str, Mapping[str, str]]:
@@ -118,6 +141,21 @@ def _short(signature: str) -> str:
 
 
 def _of_wheel(wheel: Path, wanted: set[str]) -> tuple[str, Mapping[str, str]]:
+    with unpacked(wheel) as folder:
+        return describe("tensorrt_bindings", wanted, LD_LIBRARY_PATH=folder, PYTHONPATH=folder)
+
+
+def in_wheel(wheel: Path, arguments: list[str], environment: Callable[..., Mapping[str, str]]) -> None:
+    """Run a script of ours where the bindings of `wheel` can be imported."""
+    with unpacked(wheel) as folder:
+        names = environment(LD_LIBRARY_PATH=folder)
+        there = {**names, "PYTHONPATH": os.pathsep.join([folder, names["PYTHONPATH"]])}
+        subprocess.run([sys.executable, "-X", "faulthandler", "-W", "ignore", *arguments], env=there, check=True)
+
+
+@contextmanager
+def unpacked(wheel: Path) -> Iterator[str]:
+    """A folder with the bindings of `wheel` and an empty library in the place of TensorRT's."""
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder)
@@ -130,7 +168,7 @@ def _of_wheel(wheel: Path, wanted: set[str]) -> tuple[str, Mapping[str, str]]:
                 ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{file}", "-o", str(Path(folder, file)), str(code)],
                 check=True,
             )
-        return describe("tensorrt_bindings", wanted, LD_LIBRARY_PATH=folder, PYTHONPATH=folder)
+        yield folder
 
 
 def main() -> None:

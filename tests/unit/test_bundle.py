@@ -75,6 +75,17 @@ def test_the_identity_does_not_depend_on_the_order_in_which_tables_were_filled()
     assert replace(MANIFEST, task=replace(MANIFEST.task, settings=settings)).to_bytes() == MANIFEST.to_bytes()
 
 
+def test_kernels_are_blobs_by_architecture_and_a_manifest_without_any_keeps_its_identity() -> None:
+    cubin = Blob.of(b"cubin")
+    manifest = replace(MANIFEST, kernels={"sm_87": {"ctc-merge64.sm_87.cubin": cubin}})
+    assert cubin in manifest.blobs()
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert b"kernels" not in MANIFEST.to_bytes()
+    for kernels in ({"../x": {"a": cubin}}, {"sm_87": {"a/b": cubin}}):
+        with pytest.raises(BundleError, match="cannot be a name"):
+            replace(MANIFEST, kernels=kernels)
+
+
 def test_canonical_bytes_are_compact_sorted_utf8_json_that_states_its_format() -> None:
     content = MANIFEST.to_bytes()
     assert b'"format":1' in content

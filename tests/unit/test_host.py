@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.boards import plant
 
 from appliance.adapters import host
 
@@ -78,3 +79,105 @@ def test_the_smallest_limit_of_our_control_group_and_those_above_counts(tmp_path
     (group / "memory.max").write_text("1024\n")
     assert host.group_limit_bytes(tmp_path, "5:cpu:/x\n0::/system.slice/appliance.service\n") == 1024
     assert host.group_limit_bytes(tmp_path, "4:memory:/old\n") is None
+
+
+@pytest.mark.parametrize("release", ["36.4.3", "39.2.0"])
+@pytest.mark.parametrize(
+    ("board", "model", "mode", "gpu_max_hz"),
+    [
+        ("orin-nano", "NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super", "MAXN_SUPER", 1_020_000_000),
+        ("orin-nx", "NVIDIA Jetson Orin NX Engineering Reference Developer Kit", "25W", 918_000_000),
+        ("agx-orin", "NVIDIA Jetson AGX Orin Developer Kit", "MAXN", 1_300_500_000),
+    ],
+)
+def test_a_jetson_tells_what_it_is_and_how_fast_it_runs(
+    board: str, model: str, mode: str, gpu_max_hz: int, release: str, tmp_path: Path
+) -> None:
+    facts = host.board(plant(tmp_path, board, release))
+    assert (facts["model"], facts["l4t"], facts["power_mode"]["name"]) == (model, release, mode)
+    assert facts["clocks_hz"]["gpu"] < facts["clocks_hz"]["gpu_max"] == gpu_max_hz
+    assert facts["clocks_hz"]["cpu"] < facts["clocks_hz"]["cpu_max"]
+    assert facts["gpu_load"] == pytest.approx(0.423)
+    assert facts["rtc_present"]
+
+
+def test_heat_is_told_for_sensors_that_are_awake_with_the_degrees_at_which_each_slows_something(tmp_path: Path) -> None:
+    facts = host.board(plant(tmp_path, "orin-nx", "36.4.3"))
+    assert facts["temperatures_celsius"] == {
+        "cpu-thermal": 99.2,
+        "gpu-thermal": 97.7,
+        "soc0-thermal": 96.0,
+        "tj-thermal": 99.2,
+    }
+    assert facts["slows_at_celsius"]["cpu-thermal"] == 99.0
+    warm = host.board(plant(tmp_path / "agx", "agx-orin", "36.4.3"))
+    assert warm["temperatures_celsius"]["tboard-thermal"] == 39.2
+    assert "tboard-thermal" not in warm["slows_at_celsius"]
+
+
+def test_what_slows_a_jetson_down_is_named_and_a_fan_or_a_warm_surface_is_not_that(tmp_path: Path) -> None:
+    hot, cool = (host.board(plant(tmp_path / board, board, "36.4.3")) for board in ("orin-nx", "orin-nano"))
+    assert hot["slowed_by"] == ["gpu-throttle-alert"]
+    assert cool["slowed_by"] == []
+    assert hot["power_events"] == {"under_voltage": 2, "average_over_current": 0, "instant_over_current": 11}
+
+
+def test_rails_are_told_by_name_in_volts_amperes_and_watts_and_unused_channels_are_not(tmp_path: Path) -> None:
+    rails = host.board(plant(tmp_path, "orin-nx", "39.2.0"))["rails"]
+    assert rails.keys() == {"VDD_IN", "VDD_CPU_GPU_CV"}
+    assert rails["VDD_IN"] == {"volts": 19.416, "amperes": 1.288, "watts": 25.008, "over_current": True}
+    assert not rails["VDD_CPU_GPU_CV"]["over_current"]
+    assert len(host.board(plant(tmp_path / "agx", "agx-orin", "39.2.0"))["rails"]) == 4
+
+
+@pytest.mark.parametrize(
+    ("board", "slots"),
+    [
+        ("orin-nano", {"armed": True, "booted": "A", "bootable": {"A": True, "B": False}}),
+        ("orin-nx", {"armed": False, "booted": "B"}),
+        ("agx-orin", {"armed": True, "booted": "B", "bootable": {"A": True, "B": True}}),
+    ],
+)
+def test_the_systems_slots_are_told_with_one_that_will_never_boot_again(
+    board: str, slots: dict[str, object], tmp_path: Path
+) -> None:
+    assert host.board(plant(tmp_path, board, "36.4.3"))["slots"] == slots
+
+
+def test_disks_tell_their_health_and_what_is_no_disk_is_left_out(tmp_path: Path) -> None:
+    (worn,) = host.board(plant(tmp_path, "agx-orin", "36.4.3"))["storage"]
+    assert (worn["disk"], worn["life_used_percent"], worn["reserve"]) == ("mmcblk0", 30, "normal")
+    (dead,) = host.board(plant(tmp_path / "nx", "orin-nx", "36.4.3"))["storage"]
+    assert (dead["disk"], dead["state"], dead["read_only"], dead["celsius"]) == ("nvme0n1", "dead", True, 41.85)
+    assert dead["model"] == "Samsung SSD 980 500GB"
+
+
+def test_the_largest_free_block_is_that_of_the_highest_order_of_which_one_is_left() -> None:
+    zones = "Node 0, zone DMA 5 0 1 0 0\nNode 0, zone Normal 9 9 9 1 0\n"
+    assert host.largest_free_block_bytes(zones, 4096) == 8 * 4096
+    assert host.largest_free_block_bytes("", 4096) is None
+    assert host.largest_free_block_bytes("Node 0, zone DMA 0 0\n", 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("status", "conf", "mode"),
+    [
+        ("pmode:0002 fmode:quiet", "< POWER_MODEL ID=2 NAME=MAXN_SUPER >", {"id": 2, "name": "MAXN_SUPER"}),
+        ("pmode:0001", "", {"id": 1}),
+        ("", "< POWER_MODEL ID=0 NAME=15W >", {}),
+    ],
+)
+def test_the_power_mode_has_the_name_that_this_boards_configuration_gives_it(
+    status: str, conf: str, mode: dict[str, object]
+) -> None:
+    assert host.power_mode(status, conf) == mode
+
+
+def test_the_unified_memory_of_each_jetson_names_what_its_gpu_holds(tmp_path: Path) -> None:
+    root = plant(tmp_path, "orin-nano", "36.4.3")
+    memory = host.memory_bytes((root / "proc/meminfo").read_text())
+    assert memory == {"total": 7802756 * 1024, "available": 4402112 * 1024, "nvmap": 912384 * 1024}
+
+
+def test_a_machine_without_sensors_has_no_facts_rather_than_zeros(tmp_path: Path) -> None:
+    assert host.board(tmp_path) == {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kernels.launch import Driver, HeadRunner, NeckRunner
+from kernels.launch import Driver, HeadRunner, Kernels, NeckRunner, pack_head_for, pack_neck_for, read_kernels
 from kernels.plan import head_variants, neck_variants
 from kernels.reference import Neck
 from models.errors import BadInput, BundleError, ModelError
@@ -28,6 +28,9 @@ class RecordingCuda:
         self.per_sm, self.fail, self.next = per_sm, "", 1 << 20
         self.launches: list[tuple[str, tuple[int, int], list[int]]] = []
         self.live: set[int] = set()
+        self.loaded: list[bytes] = []
+        self.refused: bytes | None = None
+        """How an image starts that this driver does not take."""
 
     def __getattr__(self, name: str) -> Any:
         def call(*arguments: Any) -> int:
@@ -55,6 +58,10 @@ class RecordingCuda:
     def on_cuMemFree_v2(self, pointer: Any) -> None:  # noqa: N802
         self.live.remove(pointer.value)
 
+    def on_cuModuleLoadData(self, _: Any, image: bytes) -> int:  # noqa: N802
+        self.loaded.append(image)
+        return 209 if self.refused is not None and image.startswith(self.refused) else 0
+
     def record(self, how: str, *arguments: Any) -> None:
         parameters = arguments[9]
         words = [ctypes.cast(p, ctypes.POINTER(ctypes.c_int32))[0] for p in parameters]
@@ -78,15 +85,26 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> RecordingCuda:
 def folder(tmp_path: Path) -> Path:
     for variant in (*neck_variants("sm_90", SPEC), *head_variants("sm_90")):
         (tmp_path / f"{variant.name}.cubin").write_bytes(b"\x7fELF")
+        (tmp_path / f"{variant.name}.ptx").write_text(".version 8.5")
         (tmp_path / f"{variant.name}.json").write_text(json.dumps({"entry": "e", "warps": 4, "shared_bytes": 100}))
+    (tmp_path / "limits.sm_90.json").write_text("[]")
     return tmp_path
 
 
 @pytest.fixture
-def neck(cuda: RecordingCuda, folder: Path) -> NeckRunner:
+def kernels(folder: Path) -> Kernels:
+    return read_kernels(folder)
+
+
+PACKED = pack_neck_for(
+    "sm_90", SPEC, {name: np.zeros(shape, np.float16) for name, shape in SPEC.shapes().items()}
+)  # fmt: skip
+
+
+@pytest.fixture
+def neck(cuda: RecordingCuda, kernels: Kernels) -> NeckRunner:
     del cuda
-    weights = {name: np.zeros(shape, np.float16) for name, shape in SPEC.shapes().items()}
-    return NeckRunner(Driver(), folder, SPEC, weights)
+    return NeckRunner(Driver(), kernels, SPEC, PACKED)
 
 
 def test_a_small_batch_is_one_launch_with_split_channels(neck: NeckRunner, cuda: RecordingCuda) -> None:
@@ -105,9 +123,8 @@ def test_a_large_batch_is_cut_to_what_is_resident_and_covers_every_line(neck: Ne
     assert writes == [0, 88 * 40 * 120 * 2, 176 * 40 * 120 * 2]
 
 
-def test_where_nothing_may_wait_there_are_three_launches(cuda: RecordingCuda, folder: Path) -> None:
-    weights = {name: np.zeros(shape, np.float16) for name, shape in SPEC.shapes().items()}
-    neck = NeckRunner(Driver(), folder, SPEC, weights, one_launch=False)
+def test_where_nothing_may_wait_there_are_three_launches(cuda: RecordingCuda, kernels: Kernels) -> None:
+    neck = NeckRunner(Driver(), kernels, SPEC, PACKED, one_launch=False)
     assert neck(1 << 24, 1 << 25, 2, 100, 0) == 3
     assert {how for how, _, _ in cuda.launches} == {"alone"}
 
@@ -144,7 +161,7 @@ def test_a_missing_kernel_and_a_missing_driver_are_told(
 ) -> None:
     del cuda
     with pytest.raises(BundleError, match="no compiled kernel ctc-"):
-        HeadRunner(Driver(), tmp_path, np.zeros((120, 10)), np.zeros(10), max_rows=64)
+        HeadRunner(Driver(), read_kernels(tmp_path), np.zeros(128 * 128), max_rows=64)
 
     def absent(_: str) -> None:
         raise OSError("libcuda.so.1: cannot open shared object file")
@@ -157,8 +174,9 @@ def test_a_missing_kernel_and_a_missing_driver_are_told(
 @pytest.mark.parametrize(
     ("rows", "launches"), [(40, [("together", (52, 1))]), (1280, [("together", (13, 20))]), (3000, 2), (40000, 1)]
 )
-def test_the_head_is_cut_by_rows(cuda: RecordingCuda, folder: Path, rows: int, launches: object) -> None:
-    head = HeadRunner(Driver(), folder, np.zeros((120, 6625)), np.zeros(6625), max_rows=40000)
+def test_the_head_is_cut_by_rows(cuda: RecordingCuda, kernels: Kernels, rows: int, launches: object) -> None:
+    packed = pack_head_for("sm_90", np.zeros((120, 6625)), np.zeros(6625))
+    head = HeadRunner(Driver(), kernels, packed, max_rows=40000)
     count = head(1 << 24, 1 << 25, 1 << 26, rows, 0)
     found = [(how, grid) for how, grid, _ in cuda.launches]
     assert count == len(found)
@@ -167,3 +185,12 @@ def test_the_head_is_cut_by_rows(cuda: RecordingCuda, folder: Path, rows: int, l
         head(1 << 24, 1 << 25, 1 << 26, 40001, 0)
     head.close()
     assert not cuda.live
+
+
+def test_where_a_cubin_is_refused_its_ptx_is_loaded(cuda: RecordingCuda, kernels: Kernels) -> None:
+    cuda.refused = b"\x7fELF"
+    NeckRunner(Driver(), kernels, SPEC, PACKED)
+    assert {image for image in cuda.loaded if not image.startswith(cuda.refused)} == {b".version 8.5\0"}
+    cuda.refused = b""
+    with pytest.raises(ModelError, match="cuModuleLoadData failed"):
+        NeckRunner(Driver(), kernels, SPEC, PACKED)

@@ -80,13 +80,22 @@ def test_a_detector_is_known_by_the_form_of_its_output(tmp_path: Path, head: str
     assert read(tmp_path / "squares.toml").recipe.graphs["det"].role == "locate"
 
 
-def test_what_exporters_note_in_the_file_is_used(tmp_path: Path) -> None:
-    path = own.detector(tmp_path / "squares.onnx", head="yolov8")
+def noted(path: Path, **properties: str) -> Path:
+    """`path` with properties in its metadata, as exporters leave them."""
     model = onnx.load(path)
-    onnx.helper.set_model_props(model, {"names": "{0: 'a \"square\"'}", "imgsz": "[64, 64]"})
+    onnx.helper.set_model_props(model, properties)
     onnx.save(model, path)
+    return path
+
+
+def test_what_exporters_note_in_the_file_is_used(tmp_path: Path) -> None:
+    path = noted(own.detector(tmp_path / "squares.onnx", head="yolov8"), names="{0: 'a \"square\"'}")
     assert new(path).labels == ['a "square"']
     assert read(tmp_path / "squares.toml").recipe.task.labels == ('a "square"',)
+    assert new(noted(own.classifier(tmp_path / "rows.onnx"), character="r\ng\nb")).labels == ["r", "g", "b"]
+    assert new(noted(own.classifier(tmp_path / "few.onnx"), names="['r', 'g']")).labels == ()
+    path = noted(own.classifier(tmp_path / "any.onnx", side="side"), imgsz="[96, 128]")
+    assert new(path).shape == [-1, 3, 96, 128]
 
 
 def test_a_reader_of_lines_is_known_by_its_height_and_its_steps(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 import pytest
+from doubles import plugins
 from doubles import tensorrt as double
 from support import tensorrt_names
 
@@ -88,6 +89,9 @@ def test_the_flag_of_strong_typing_has_another_number_in_11_so_no_literal_may_st
         (double.Runtime, "Runtime"),
         (double.Engine, "ICudaEngine"),
         (double.Context, "IExecutionContext"),
+        (plugins.PluginRegistry, "IPluginRegistry"),
+        (plugins.PluginField, "PluginField"),
+        (plugins.ExprBuilder, "IExprBuilder"),
     ],
 )
 def test_the_stand_in_has_what_the_real_one_has_and_takes_as_many_arguments(stand_in: type, real: str) -> None:

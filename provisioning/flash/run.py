@@ -1,0 +1,382 @@
+"""Performs a plan: one run at a time on a BSP folder, boards in parallel, every word kept, going on after a stop.
+
+A run has a folder of its own:
+
+    plan.json     what it does; a folder goes on only with the same
+    run.json      what became of each board
+    ticket.json   what the image carries; secret
+    keys/         the key that logs in on each board; secret
+    logs/         what the tools said, without secrets
+
+What was done to the BSP folder is noted there, because a run of another plan undoes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from models import schema
+from models.callhome import Report, Ticket
+from models.errors import ConfigError, WorkshopError
+from models.folder import write_file
+from provisioning.flash import failures, tool
+from provisioning.flash.boards import Attached, State, attached
+from provisioning.flash.exports import guarded
+from provisioning.flash.facts import users
+from provisioning.flash.failures import FAILURES, Failure
+from provisioning.flash.home import Exam, Expected, Home, listening, new_ticket
+from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step, known_issue
+
+_LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
+"""In the BSP folder."""
+_POLL_S = 0.2
+_LAST_WORD = {"wrong_release", "not_armed"}
+"""Verdicts that no patience changes."""
+_STAGES: Mapping[str, str] = {
+    "generate flash packages": "making images",
+    "boot the device with flash initrd": "booting the flashing system",
+    "waiting for target to boot-up": "waiting for the flashing system",
+    "waiting for device to expose ssh": "waiting for its network",
+    "starting to flash to": "writing",
+    "flashing success": "written",
+}
+"""What a tool's log says -> where it is."""
+
+Tell = Callable[[str], None]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BoardRun:
+    """One board of a run."""
+
+    port: str
+    state: str
+    """flashing, written, good or failed."""
+    failure: str = ""
+    serial: str = ""
+    log: str = ""
+    attempts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What became of each board so far."""
+
+    run: str
+    boards: tuple[BoardRun, ...] = ()
+
+    @property
+    def good(self) -> bool:
+        """Whether there are boards, and every one is good."""
+        return bool(self.boards) and all(one.state == "good" for one in self.boards)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A board with its last word, for the inventory."""
+
+    board: BoardRun
+    report: Report | None
+
+
+def digest(plan: Plan) -> str:
+    """Identity of a plan."""
+    return hashlib.sha256(json.dumps(schema.dump(plan), sort_keys=True).encode()).hexdigest()
+
+
+def read_plan(file: Path) -> Plan:
+    """A plan that `provision flash plan --out` wrote; raises ConfigError when it cannot be read."""
+    return _read(file, Plan, "plan")
+
+
+def read_state(folder: Path) -> RunState:
+    """What became of a run; raises ConfigError where there is none."""
+    return _read(folder / "run.json", RunState, "run")
+
+
+def _read(file: Path, kind: type[T], what: str) -> T:
+    try:
+        return schema.load(kind, json.loads(file.read_bytes()))
+    except (OSError, ValueError) as error:
+        msg = f"{file} holds no {what} ({error}): give what `provision flash {what}` wrote"
+        raise ConfigError(msg) from error
+
+
+class Run:
+    """One run; the same folder and plan go on where it stopped."""
+
+    def __init__(self, folder: Path, plan: Plan, *, urls: tuple[str, ...], exam: Exam) -> None:
+        """Begin, or go on; raises ConfigError where the folder holds a run of another plan, or another bundle's.
+
+        Boards call one of `urls`, and answer the question of `exam`.
+        """
+        self._folder, self.plan, self._exam = folder, plan, exam
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        shown = json.dumps(schema.dump(plan), indent=1).encode()
+        file = folder / "plan.json"
+        if not file.exists():
+            write_file(file, shown)
+        elif file.read_bytes() != shown:
+            msg = f"{folder} holds a run of another plan: give another folder with --run, or the same options"
+            raise ConfigError(msg)
+        self.ticket = self._ticket(urls)
+        known = (folder / "run.json").exists()
+        self.state = read_state(folder) if known else RunState(self.ticket.run)
+        self.judged: list[Judged] = []
+        """Boards that got their last word since this object was made."""
+        self._password = secrets.token_urlsafe(24)
+        self._bsp = Path(plan.bsp)
+
+    def _ticket(self, urls: tuple[str, ...]) -> Ticket:
+        file = self._folder / "ticket.json"
+        if file.exists():
+            ticket = _read(file, Ticket, "run")
+            if schema.dump(ticket.question) != schema.dump(self._exam.question):
+                msg = f"{self._folder} holds a run that asks for another bundle: give that with --bundle"
+                raise ConfigError(msg)
+            return ticket
+        ticket = new_ticket(secrets.token_hex(8), urls, self.plan.wish.user, self._exam)
+        write_file(file, json.dumps(schema.dump(ticket)).encode(), mode=0o600)
+        return ticket
+
+    @property
+    def waiting(self) -> bool:
+        """Whether boards are written and have not called home."""
+        return any(one.state == "written" for one in self.state.boards)
+
+    # Writing boards
+
+    def write(self, sysroot: Path, tell: Tell, ready: Callable[[], Sequence[Attached]]) -> None:
+        """Prepare the BSP folder, make images, and write them to the boards that `ready` gives, which are in recovery.
+
+        Boards that are not written are in the state with their failure; a failure before any board raises
+        WorkshopError, and ConfigError when another run uses the BSP folder.
+        """
+        with self._locked(), guarded(sysroot) as watch:
+            for step in self.plan.steps:
+                if step.flashes:
+                    self._flash(step, ready(), tell, watch)
+                elif step.name not in self._done() and step.account not in users(self._bsp):
+                    tell(f"{step.name}: {step.why}")
+                    self._prepare(step, watch)
+                    self._note_done(step.name)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self._bsp / _LOCK).open("a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                msg = f"another run uses {self._bsp}: wait for it, or unpack a second BSP folder"
+                raise ConfigError(msg) from error
+            yield
+
+    def _done(self) -> list[str]:
+        """Steps whose effect the BSP folder has now, by this run."""
+        try:
+            noted = json.loads((self._bsp / _DONE).read_bytes())
+            return list(noted["done"]) if noted["run"] == self.ticket.run else []
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def _note_done(self, name: str) -> None:
+        noted = {"run": self.ticket.run, "done": [*self._done(), name]}
+        write_file(self._bsp / _DONE, json.dumps(noted).encode())
+
+    def _prepare(self, step: Step, watch: Callable[[int], None]) -> None:
+        if step.file:
+            write_file(self._bsp / step.file, step.content.encode())
+            return
+        code, said = self._call(step, watch, lambda: None)
+        if code:
+            failure, log = failures.of_tool(said, code), self._folder / "logs" / f"{step.name}.log"
+            msg = f"{step.name} failed with exit code {code} ({failure.what}): {failure.remedy}; {log} has it all"
+            raise WorkshopError(msg)
+
+    def _flash(self, step: Step, ready: Sequence[Attached], tell: Tell, watch: Callable[[int], None]) -> None:
+        ports = [one.port for one in ready]
+        for port in ports:
+            self._begin(port)
+        tell(f"{step.name}: {step.why} ({', '.join(ports)})")
+        old = set((self._bsp / "initrdlog").glob("*"))
+        stages = dict.fromkeys(ports, "")
+
+        def look() -> None:
+            for port in ports:
+                stage = _stage(_text(self._log_of(port, old)))
+                if stage and stage != stages[port]:
+                    stages[port] = stage
+                    tell(f"{port}: {stage}")
+
+        try:
+            code, said = self._call(step, watch, look)
+        except BaseException:
+            for port in ports:
+                self._end(port, FAILURES["interrupted"], "")
+            raise
+        for port in ports:
+            own = _text(self._log_of(port, old))
+            failure = self._judge(own, said, code, alone=len(ports) == 1)
+            kept = self._folder / "logs" / f"{port}.log"
+            kept.write_text(self._redacted(own or said))
+            self._end(port, failure, str(kept))
+            tell(f"{port}: {self._said(failure) if failure else 'written'}")
+
+    def _said(self, failure: Failure) -> str:
+        issue = known_issue(self.plan, failure.name)
+        return "; ".join(part for part in (failure.what, failure.remedy, issue) if part)
+
+    def _judge(self, own: str, front: str, code: int, *, alone: bool) -> Failure | None:
+        """What became of one board: by its own log, or where there is none by that of the whole."""
+        if alone:
+            return failures.of_log(f"{front}\n{own}", code)
+        if own:
+            return failures.of_log(own)
+        failure = failures.of_tool(front, code)
+        return FAILURES["not_started"] if failure.name == "unknown" else failure
+
+    def _log_of(self, port: str, old: set[Path]) -> Path | None:
+        """The newest log that NVIDIA's flasher has written of a board in this attempt."""
+        logs = set((self._bsp / "initrdlog").glob(f"flash_{port}_*_*.log")) - old
+        return max(logs, key=lambda file: file.stat().st_mtime, default=None)
+
+    def _call(self, step: Step, watch: Callable[[int], None], look: Callable[[], None]) -> tuple[int, str]:
+        """Run a command to its end; its exit code and what it said, which is in a log too, without secrets."""
+        places = {PASSWORD: self._password, TICKET: str((self._folder / "ticket.json").resolve())}
+        argv = [places.get(argument, argument) for argument in step.argv]
+        log = self._folder / "logs" / f"{step.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as kept:
+            return tool.call(argv, self._bsp, lambda line: kept.write(self._redacted(line)), watch, look)
+
+    def _redacted(self, text: str) -> str:
+        return text.replace(self._password, "***").replace(self.ticket.nonce, "***")
+
+    # What became of boards
+
+    def _begin(self, port: str) -> None:
+        """A board at this port is written to: the one that failed there, or a new one."""
+        last = next((one for one in reversed(self.state.boards) if one.port == port), None)
+        if last is None or last.state == "good":
+            self._save((*self.state.boards, BoardRun(port, "flashing", attempts=1)))
+        else:
+            self._change(last, BoardRun(port, "flashing", attempts=last.attempts + 1))
+
+    def _end(self, port: str, failure: Failure | None, log: str) -> None:
+        board = next(one for one in self.state.boards if one.port == port and one.state == "flashing")
+        if failure:
+            self._settle(board, replace(board, state="failed", failure=failure.name, log=log), None)
+        else:
+            self._change(board, replace(board, state="written", log=log))
+
+    def _settle(self, board: BoardRun, ended: BoardRun, report: Report | None) -> None:
+        self._change(board, ended)
+        self.judged.append(Judged(ended, report))
+
+    def _change(self, board: BoardRun, ended: BoardRun) -> None:
+        self._save(tuple(ended if one is board else one for one in self.state.boards))
+
+    def _save(self, boards: tuple[BoardRun, ...]) -> None:
+        self.state = replace(self.state, boards=boards)
+        write_file(self._folder / "run.json", json.dumps(schema.dump(self.state), indent=1).encode())
+
+    # Waiting until they call home
+
+    def verify(self, listen: tuple[str, int], sysroot: Path, wait_s: float, tell: Tell) -> None:
+        """Wait until each written board has called home, or the time is over."""
+        expected = Expected(self.plan.release, self.plan.wish.ab, self._exam)
+        home = Home(self.ticket, expected, self._folder / "keys")
+        until = time.monotonic() + wait_s
+        with listening(home, *listen):
+            while waiting := [one for one in self.state.boards if one.state == "written"]:
+                over = time.monotonic() >= until
+                now = {one.port: one for one in attached(sysroot)}
+                for board in waiting:
+                    heard = self._heard_of(board, waiting, now, home)
+                    final, failure = _last_word(heard, now.get(board.port), over=over)
+                    if not final:
+                        continue
+                    ended = replace(
+                        board,
+                        state="failed" if failure else "good",
+                        failure=failure.name if failure else "",
+                        serial=heard[0].serial if heard else "",
+                    )
+                    self._settle(board, ended, heard[0] if heard else None)
+                    tell(f"{board.port}: {self._said(failure) if failure else 'good'}")
+                time.sleep(_POLL_S)
+
+    def records(self, at: int) -> list[dict[str, Any]]:
+        """What the inventory keeps of the boards in `judged`; `at` is wall time in Unix seconds."""
+        wish, made = self.plan.wish, digest(self.plan)
+        found = []
+        for one in self.judged:
+            report = one.report or Report(self.ticket.run, one.board.serial)
+            found.append(
+                {
+                    "at": at,
+                    "run": self.ticket.run,
+                    "plan": made,
+                    "port": one.board.port,
+                    "serial": report.serial,
+                    "board": wish.board,
+                    "module": wish.module,
+                    "storage": wish.storage,
+                    "model": report.model,
+                    "l4t": report.l4t,
+                    "slots": dict(report.slots),
+                    "appliance": report.appliance,
+                    "bundles": [dict(bundle) for bundle in report.bundles],
+                    "verdict": one.board.failure or "good",
+                }
+            )
+        return found
+
+    def _heard_of(
+        self, board: BoardRun, waiting: Sequence[BoardRun], now: Mapping[str, Attached], home: Home
+    ) -> tuple[Report, Failure | None] | None:
+        """The report of the board at a port: by the serial number that it shows on USB, or as the only one."""
+        heard = home.heard()
+        there = now.get(board.port)
+        if there and there.state is State.BOOTED and there.serial:
+            return next((told for serial, told in heard.items() if serial == there.serial), None)
+        claimed = {one.serial for one in self.state.boards if one.serial}
+        free = [told for serial, told in heard.items() if serial not in claimed]
+        return free[0] if len(waiting) == 1 and len(free) == 1 else None
+
+
+def _last_word(
+    heard: tuple[Report, Failure | None] | None, there: Attached | None, *, over: bool
+) -> tuple[bool, Failure | None]:
+    """Whether the last word on a written board is spoken, and what is wrong with it then."""
+    if heard:
+        failure = heard[1]
+        return over or failure is None or failure.name in _LAST_WORD, failure
+    if there and there.state is State.RECOVERY:
+        return over, FAILURES["still_in_recovery"]
+    return over, FAILURES["old_system" if there and there.state is State.BOOTED else "not_called_home"]
+
+
+def _stage(log: str) -> str:
+    """Where a tool is, by the last thing that its log says of that."""
+    text = log.lower()
+    places = {stage: text.rfind(mark) for mark, stage in _STAGES.items()}
+    last = max(places, key=lambda stage: places[stage])
+    return last if places[last] >= 0 else ""
+
+
+def _text(file: Path | None) -> str:
+    try:
+        return file.read_text(errors="replace") if file else ""
+    except OSError:
+        return ""

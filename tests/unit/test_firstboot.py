@@ -1,0 +1,150 @@
+"""The first boot, with stand-ins for the system's tools: each step once, and after any cut the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.firstboot import HELD, PLAN, UNIT
+
+pytestmark = pytest.mark.unit
+
+ALL = {
+    "grow": True,
+    "fill": True,
+    "power_mode": 2,
+    "enrol": ["--url", "https://fleet.example.com"],
+    "secrets": ["/etc/appliance/enrol.token"],
+    "lock": True,
+}
+HELD_FILES = ((f"{HELD}/journal.db", "who may order"), (f"{HELD}/slots/one/manifest.json", "{}"))
+TOOLS = ("findmnt", "sfdisk", "partx", "resize2fs", "chown", "nvpmodel", "runuser", "chown", "passwd")
+STAND_IN = """#!/bin/sh
+echo "$(basename $0) $*" >> $BOARD/calls
+if [ "$(wc -l < $BOARD/calls)" = "${CUT_AT:-0}" ]; then kill -9 $PPID; fi
+case "$(basename $0) $*" in
+  findmnt*) echo /dev/nvme0n1p15;;
+  "nvpmodel -q") printf 'NV Power Mode: 15W\\n%s\\n' "$(cat $BOARD/mode)";;
+  "nvpmodel -m"*) echo $2 > $BOARD/mode;;
+  *"${FAILING:-nothing at all}"*) echo "no route to fleet.example.com" >&2; exit 1;;
+esac
+"""
+
+
+class Board:
+    """A root file system, its tools and its calls."""
+
+    def __init__(self, folder: Path, **plan: Any) -> None:  # noqa: ANN401 - JSON
+        self.root, self.folder = folder / "root", folder
+        (folder / "bin").mkdir()
+        for tool in TOOLS:
+            (folder / "bin" / tool).write_text(STAND_IN)
+            (folder / "bin" / tool).chmod(0o755)
+        (folder / "mode").write_text("0\n")
+        disk = self.root / "sys/devices/nvme0n1/nvme0n1p15"
+        disk.mkdir(parents=True)
+        (disk / "partition").write_text("15\n")
+        (self.root / "sys/class/block").mkdir(parents=True)
+        (self.root / "sys/class/block/nvme0n1p15").symlink_to(disk)
+        (self.root / "var/lib/appliance").mkdir(parents=True)
+        for path, text in ((PLAN, json.dumps(plan)), (UNIT, ""), *HELD_FILES, ("etc/appliance/enrol.token", "secret")):
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / path).write_text(text)
+
+    def boot(self, **env: str) -> subprocess.CompletedProcess[str]:
+        own = {"PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}", "BOARD": str(self.folder)}
+        command = [sys.executable, "-m", "appliance.firstboot", "--root", str(self.root)]
+        return subprocess.run(command, env=os.environ | own | env, capture_output=True, text=True, check=False)
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def done(self) -> bool:
+        return not any((self.root / path).exists() for path in (PLAN, UNIT, "etc/appliance/enrol.token"))
+
+
+def test_a_first_boot_grows_fills_sets_the_mode_enrols_locks_and_removes_itself(tmp_path: Path) -> None:
+    board = Board(tmp_path, **ALL)
+    done = board.boot()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert board.done
+    bins = Path(sys.executable).parent
+    state = board.root / "var/lib/appliance"
+    as_daemon = "runuser -u appliance -- env HOME=/var/cache/appliance"
+    assert board.calls == [
+        "findmnt -nro SOURCE --target /var/lib/appliance",
+        "sfdisk --no-reread --no-tell-kernel -N 15 /dev/nvme0n1",
+        "partx --update --nr 15 /dev/nvme0n1",
+        "resize2fs /dev/nvme0n1p15",
+        f"chown -R appliance:appliance {state}/.journal.db.new",
+        f"chown -R appliance:appliance {state}/.slots.new",
+        "nvpmodel -q",
+        "nvpmodel -m 2",
+        f"{as_daemon} {bins}/appliance enroll --url https://fleet.example.com",
+        "passwd --lock root",
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("cut_at", range(1, 11))
+def test_cut_anywhere_the_next_boot_does_the_rest_and_nothing_that_was_done(tmp_path: Path, cut_at: int) -> None:
+    board = Board(tmp_path, **ALL)
+    assert board.boot(CUT_AT=str(cut_at)).returncode == -9
+    assert not board.done
+    before = board.calls
+    assert board.boot().returncode == 0
+    assert board.done
+    after = board.calls[len(before) :]
+    grow = ("findmnt", "sfdisk", "partx", "resize2fs")
+    steps = [grow, ("chown",), ("nvpmodel",), ("enroll",), ("passwd",)]
+    at = next(number for number, words in enumerate(steps) if any(word in before[-1] for word in words))
+    repeated = {number for number, words in enumerate(steps) if any(word in call for word in words for call in after)}
+    assert repeated == set(range(at, len(steps)))
+    state = board.root / "var/lib/appliance"
+    assert sorted(path.name for path in state.iterdir()) == ["journal.db", "slots"]
+    assert (state / "slots/one/manifest.json").read_text() == "{}"
+
+
+def test_what_a_device_has_learned_is_not_replaced_by_what_its_image_held(tmp_path: Path) -> None:
+    board = Board(tmp_path, fill=True)
+    (board.root / "var/lib/appliance/journal.db").write_text("its own")
+    assert board.boot().returncode == 0
+    assert (board.root / "var/lib/appliance/journal.db").read_text() == "its own"
+    assert (board.root / "var/lib/appliance/slots/one/manifest.json").is_file()
+
+
+def test_a_fleet_that_cannot_be_reached_leaves_the_secret_for_the_next_try(
+    tmp_path: Path,
+) -> None:
+    board = Board(tmp_path, **ALL)
+    done = board.boot(FAILING="enroll")
+    assert done.returncode == 1
+    assert "enrolling failed: runuser -u appliance ended with 1: no route to fleet.example.com" in done.stderr
+    assert (board.root / "etc/appliance/enrol.token").exists()
+    count = len(board.calls)
+    assert board.boot().returncode == 0
+    assert [call.split()[-1] for call in board.calls[count:]] == ["https://fleet.example.com", "root"]
+    assert board.done
+
+
+def test_a_board_in_the_wanted_mode_is_left_as_it_is(tmp_path: Path) -> None:
+    board = Board(tmp_path, power_mode=0)
+    assert board.boot().returncode == 0
+    assert board.calls == ["nvpmodel -q"]
+
+
+def test_a_damaged_plan_is_one_sentence(tmp_path: Path) -> None:
+    board = Board(tmp_path, grwo=True)
+    done = board.boot()
+    assert done.returncode == 1
+    assert "did you mean 'grow'?" in done.stderr
+    assert "Traceback" not in done.stderr
