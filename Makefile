@@ -78,8 +78,9 @@ clean:
 	@touch $@
 
 .venv/.qemu: | .venv/.pip
-	@command -v qemu-system-aarch64 mmdebstrap sfdisk cpio depmod >/dev/null || { echo "Installing the emulator" && \
-	  apt-get update -qq && apt-get install -y -qq --no-install-recommends \
+	@for tool in qemu-system-aarch64 mmdebstrap sfdisk cpio depmod; do command -v $$tool >/dev/null || missing=$$tool; done; \
+	[ -z "$$missing" ] || { echo "Installing the emulator" && apt-get update -qq && \
+	  apt-get install -y -qq --no-install-recommends \
 	  qemu-system-arm mmdebstrap arch-test fdisk kmod cpio ipxe-qemu- >/dev/null; }
 	@touch $@
 

@@ -2,7 +2,7 @@
 
 Each check reads the machine through `Here`, a root folder and a way to run a command, so a recorded tree stands for a
 whole device; the rest of a check is a judgement on text and numbers. Nothing is changed, but for one empty file that
-is made and removed where the daemon will write.
+is made and removed where the daemon will write. More than 400 lines, because every check is here, and each is short.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _IMPORT = (
 _LEAST_FREE_BYTES, _FREE_BYTES = 256 * 2**20, 2 * 2**30
 _CONNECT_S = 3.0
 _RENEW_S = 14 * DAY_S
+_WORN_PERCENT = 90
 _SECOND_SLOT_BYTES = 4 * 2**30
 """Machines with less seldom hold a reading bundle twice."""
 
@@ -84,17 +85,21 @@ def examine(here: Here, config: Settings, *, now: float, status: Mapping[str, An
     """All checks, one after the other; `status` is that of the daemon, None where none answers; `now` is wall time."""
     yield python(sys.version_info[:3])
     yield libraries(*imported())
+    board = host.board(here.root)
     yield jetpack(here.l4t)
     yield tensorrt(here.l4t, installed("tensorrt"), wanted=config.runtime)
     yield engines(here, [*config.bundles, config.state_dir])
-    yield power_mode(here.l4t, here.run(["nvpmodel", "-q"]))
+    yield power_mode(board)
+    yield heat(board)
+    yield storage(board)
+    yield system_slots(board)
     yield rights(config.state_dir)
     yield devices(here)
     yield disk(config.state_dir)
     yield memory(host.memory_bytes(here.text("proc/meminfo")).get("total", 0), status)
     yield swap(here.text("proc/swaps"))
     yield clock(now, synced=host.clock_synced(), assumed=config.clock.assume_synced)
-    yield battery(here)
+    yield battery(board)
     yield ipv6(here)
     yield watchdog(here)
     yield certificate(config.http.tls_certificate, now)
@@ -172,21 +177,54 @@ def engines(here: Here, folders: Sequence[Path]) -> Check:
     return Check("engines", "ok", f"{len(paths)} engines fit their passports")
 
 
-def power_mode(l4t: str, told: str) -> Check:
-    """Whether the module may run as fast as it can; `told` is what `nvpmodel -q` printed."""
-    if not l4t:
+def power_mode(board: Mapping[str, Any]) -> Check:
+    """Whether the module may run as fast as it can; `board` is what `host.board` says, here and below."""
+    if "l4t" not in board:
         return Check("power mode", "skip", "this is no Jetson")
-    found = re.search(r"NV Power Mode: *(\S+)", told)
-    if not found:
-        return Check("power mode", "warn", "nvpmodel does not tell it", "run `sudo nvpmodel -q`")
-    if found[1].startswith("MAXN"):
-        return Check("power mode", "ok", found[1])
+    mode = board.get("power_mode", {})
+    name = str(mode.get("name", mode.get("id", "")))
+    if name.startswith("MAXN"):
+        return Check("power mode", "ok", name)
     return Check(
         "power mode",
         "warn",
-        f"{found[1]}: the GPU is held back, and latencies measured in another mode do not hold",
+        f"{name or 'it is not told'}: the GPU may be held back, and latencies measured in another mode do not hold",
         "choose another with `sudo nvpmodel -m N`, where cooling and supply allow it, and compile again",
     )
+
+
+def heat(board: Mapping[str, Any]) -> Check:
+    """Whether the machine slows itself down."""
+    degrees = board.get("temperatures_celsius", {})
+    hottest = f"the hottest zone has {max(degrees.values()):.0f} °C" if degrees else "no sensor is told"
+    if board.get("slowed_by"):
+        why = f"slowed down by {', '.join(board['slowed_by'])}; {hottest}"
+        return Check("heat", "warn", why, "see to fan, dust, supply and the place it stands in")
+    return Check("heat", "ok" if degrees else "skip", hottest)
+
+
+def storage(board: Mapping[str, Any]) -> Check:
+    """Whether a disk is worn out, or has turned read-only."""
+    disks = board.get("storage", ())
+    for disk in disks:
+        if disk.get("read_only"):
+            return Check(
+                "storage", "fail", f"{disk['disk']} can only be read", "it may be dying: save it and replace it"
+            )
+        if disk.get("reserve") in {"warning", "urgent"} or disk.get("life_used_percent", 0) >= _WORN_PERCENT:
+            return Check("storage", "warn", f"{disk['disk']} is nearly worn out", "replace it before it fails")
+    names = ", ".join(disk["disk"] for disk in disks)
+    return Check("storage", "ok", f"{names}: no complaint") if disks else Check("storage", "skip", "no disk is told")
+
+
+def system_slots(board: Mapping[str, Any]) -> Check:
+    """Whether both of the system's own slots can be booted."""
+    bootable = board.get("slots", {}).get("bootable", {})
+    spent = [slot for slot, can_be in bootable.items() if not can_be]
+    if spent:
+        why = f"slot {', '.join(spent)} of the system cannot be booted"
+        return Check("system slots", "warn", why, "flash it again: an update that fails could not go back")
+    return Check("system slots", "ok" if bootable else "skip", "both can be booted" if bootable else "none are told")
 
 
 def rights(state_dir: Path) -> Check:
@@ -266,9 +304,9 @@ def clock(now: float, *, synced: bool | None, assumed: bool) -> Check:
     return Check("clock", "ok", "the wall clock is synchronised")
 
 
-def battery(here: Here) -> Check:
+def battery(board: Mapping[str, Any]) -> Check:
     """Whether a clock goes on without power."""
-    if any((here.root / "sys/class/rtc").glob("rtc*")):
+    if board.get("rtc_present"):
         return Check("rtc", "ok", "there is a hardware clock (whether its battery is in cannot be seen)")
     return Check(
         "rtc", "warn", "there is no hardware clock: each start begins in the past", "have a time server in its network"

@@ -8,14 +8,16 @@ file goes, and with it the unit. Tools of the system do the work; what they prin
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from appliance.adapters.notify import notify
@@ -45,9 +47,9 @@ class Plan:
     bytecode: bool = False
     """Compile the daemon's modules."""
     enrol: tuple[str, ...] = ()
-    """Arguments of `appliance enroll`."""
-    secrets: tuple[str, ...] = ()
-    """Files that the enrolment needed, and nobody after it."""
+    """Arguments of `appliance enroll`, less the token."""
+    token: str = ""
+    """File with the token of the enrolment, which nobody needs after it."""
     lock: bool = False
     """Take the password from root."""
 
@@ -80,8 +82,8 @@ class FirstBoot:
             failed |= not self._step("enrolling", self._enrol, enrol=())
         if failed:
             return 1
-        if plan.lock or plan.secrets:
-            failed = not self._step("locking down", self._lock, lock=False, secrets=())
+        if plan.lock or plan.token:
+            failed = not self._step("locking down", self._lock, lock=False, token="")
         if not failed:
             (self._root / UNIT).unlink(missing_ok=True)
             self._file.unlink()
@@ -136,21 +138,31 @@ class FirstBoot:
         _tool(f"{_BIN}/python", "-c", f"import {_MODULES}")
 
     def _enrol(self) -> None:
-        """As the daemon's user, whose key and certificate these become."""
-        command = ("env", "HOME=/var/cache/appliance", f"{_BIN}/appliance", "enroll", *self._plan.enrol)
-        _tool("runuser", "-u", "appliance", "--", *command)
+        """As the daemon's user, whose key and certificate these become. A token opens one enrolment only."""
+        own = {"HOME": "/var/cache/appliance"}
+        enrol = ("runuser", "-u", "appliance", "--", f"{_BIN}/appliance", "enroll", "--state-dir", STATE)
+        with contextlib.suppress(ToolError):  # it is not enrolled yet
+            _tool(*enrol, own=own)
+            return
+        token = self._root / self._plan.token.lstrip("/")
+        if not token.is_file():
+            msg = f"there is no token in {self._plan.token}: put one there, made by `provision enroll token`"
+            raise ToolError(msg)
+        _tool(*enrol, *self._plan.enrol, own={**own, "APPLIANCE_ENROLMENT_TOKEN": token.read_text().strip()})
 
     def _lock(self) -> None:
-        for secret in self._plan.secrets:
-            (self._root / secret.lstrip("/")).unlink(missing_ok=True)
+        if self._plan.token:
+            (self._root / self._plan.token.lstrip("/")).unlink(missing_ok=True)
         if self._plan.lock:
             _tool("passwd", "--lock", "root")
 
 
-def _tool(*command: str, given: str = "") -> str:
-    """What a tool prints; raises ToolError with its last words."""
+def _tool(*command: str, given: str = "", own: Mapping[str, str] = MappingProxyType({})) -> str:
+    """What a tool prints, that was given some input and variables; raises ToolError with its last words."""
     try:
-        done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)  # noqa: S603
+        done = subprocess.run(  # noqa: S603 - tools of the system, by the image's own words
+            command, input=given, env={**os.environ, **own}, capture_output=True, text=True, check=False
+        )
     except OSError as error:
         msg = f"{command[0]} cannot be started ({error.strerror}): it is part of the image"
         raise ToolError(msg) from error

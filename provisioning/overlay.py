@@ -69,9 +69,9 @@ class FirstBoot:
     power_mode: int | None = None
     """Of nvpmodel."""
     enrol: tuple[str, ...] = ()
-    """Arguments of `appliance enroll`."""
-    secrets: tuple[str, ...] = ()
-    """Files on the device that nobody needs after enrolment."""
+    """Arguments of `appliance enroll`, less the token, as --url and --ca."""
+    token: str = "/etc/appliance/enrol.token"  # noqa: S105 - a file's name
+    """File on the device with the token, which is of one device: whoever flashes it, or logs in, puts it there."""
     lock: bool = True
 
 
@@ -276,7 +276,11 @@ def _config(image: Image, parts: Parts) -> str:
 
 def _first_boot(image: Image, parts: Parts) -> str:
     plan = schema.dump(image.first_boot) | {"grow": image.first_boot.grow, "lock": image.first_boot.lock}
-    plan |= {"fill": bool(parts.state), "bytecode": True}
+    plan |= {
+        "fill": bool(parts.state),
+        "bytecode": True,
+        "token": image.first_boot.token if image.first_boot.enrol else "",
+    }
     return json.dumps(plan, indent=1, sort_keys=True)
 
 

@@ -24,7 +24,8 @@ function draw(id, data, render) {
 const say = (id, text) => draw(id, text, (said) => [said]);
 
 function bytes(count) {
-  return count >= 2 ** 30 ? `${(count / 2 ** 30).toFixed(1)} GiB` : `${Math.round(count / 2 ** 20)} MiB`;
+  if (count >= 2 ** 30) return `${(count / 2 ** 30).toFixed(1)} GiB`;
+  return count >= 2 ** 20 || !count ? `${Math.round(count / 2 ** 20)} MiB` : `${Math.ceil(count / 1024)} KiB`;
 }
 
 function spell(seconds) {
@@ -33,7 +34,10 @@ function spell(seconds) {
   return seconds < 360000 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
 }
 
-const short = (value) => (value >= 100 ? Math.round(value) : value >= 10 ? value.toFixed(1) : value.toFixed(2)).toString();
+function short(value) {
+  const digits = Number.isInteger(value) || value >= 100 ? 0 : value >= 10 ? 1 : 2;
+  return value.toFixed(digits);
+}
 
 const plural = (word, count) => (count === 1 ? word : word.endsWith("s") ? `${word}es` : `${word}s`);
 
@@ -218,7 +222,8 @@ async function showUpdate(update) {
     draw("gates", deployment, () => [
       ...deployment.verdicts.map(({ step, event, reason, figures }) => make("li", {},
         make("span", { className: event === "passed" ? "good" : "bad", textContent: `${step} ${event}` }),
-        Object.entries(figures).map(([name, value]) => ` · ${name} ${short(value)}`).join(""),
+        Object.entries(figures).map(([name, value]) =>
+          ` · ${name.replace(/_bytes$/, "").replaceAll("_", " ")} ${name.endsWith("_bytes") ? bytes(value) : short(value)}`).join(""),
         reason ? `: ${reason}` : "")),
       make("li", { textContent: deployment.ended
         ? `${deployment.name} ${deployment.version}: ${deployment.step}${deployment.reason ? `, ${deployment.reason}` : ""}`

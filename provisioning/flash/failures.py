@@ -158,15 +158,16 @@ _ALL_WRITTEN = re.compile(r"has been flashed successfully", re.IGNORECASE)
 _QSPI = re.compile(r"successfully flash the qspi", re.IGNORECASE)
 
 
-def of_log(log: str, code: int | None = None) -> Failure | None:
+def of_log(log: str, code: int | None = None, *, firmware: bool = True) -> Failure | None:
     """What became of one board, by its log, and by its exit code where that is known; None when it was written.
 
-    A code of 0 is not believed by itself: a board whose log does not say that it was written was not.
+    A code of 0 is not believed by itself: a board whose log does not say that it was written was not. `firmware` says
+    whether that was to be written, too.
     """
     if code == 0 and _ALL_WRITTEN.search(log):
         return None
     if code in {0, None} and _WRITTEN.search(log):
-        return None if _QSPI.search(log) else FAILURES["qspi_not_written"]
+        return FAILURES["qspi_not_written"] if firmware and not _QSPI.search(log) else None
     return of_tool(log, code)
 
 

@@ -29,7 +29,7 @@ HOST_ON_USB = "192.168.55.100"
 """Address of the PC on the USB network that a booted Jetson opens."""
 _MOST_BYTES = 16 * 2**20
 """Of a report."""
-_SILENCE_S = 30.0
+_SILENCE_S = 10.0
 
 
 class Exam:
@@ -180,7 +180,7 @@ def listening(home: Home, host: str, port: int) -> Iterator[int]:
     except OSError as error:
         msg = f"cannot listen on {host}:{port} ({error.strerror}): choose another with --listen HOST:PORT"
         raise ConfigError(msg) from error
-    server.daemon_threads = True
+    server.daemon_threads = False  # a board whose reply is on its way gets it, also when the wait is over
     thread = threading.Thread(target=server.serve_forever, name="home")
     thread.start()
     try:

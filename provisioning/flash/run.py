@@ -39,6 +39,8 @@ from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step, known_issue
 _LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
 """In the BSP folder."""
 _POLL_S = 0.2
+_PARTLY = {"--external-only", "-k"}
+"""Options of NVIDIA's flasher with which it leaves the boot firmware as it is."""
 _LAST_WORD = {"wrong_release", "not_armed"}
 """Verdicts that no patience changes."""
 _STAGES: Mapping[str, str] = {
@@ -238,10 +240,11 @@ class Run:
 
     def _judge(self, own: str, front: str, code: int, *, alone: bool) -> Failure | None:
         """What became of one board: by its own log, or where there is none by that of the whole."""
+        firmware = not _PARTLY & set(self.plan.wish.options)
         if alone:
-            return failures.of_log(f"{front}\n{own}", code)
+            return failures.of_log(f"{front}\n{own}", code, firmware=firmware)
         if own:
-            return failures.of_log(own)
+            return failures.of_log(own, firmware=firmware)
         failure = failures.of_tool(front, code)
         return FAILURES["not_started"] if failure.name == "unknown" else failure
 

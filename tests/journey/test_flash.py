@@ -175,54 +175,51 @@ def test_secrets_stay_out_of_logs_and_logins_are_by_key_only(workshop: Workshop)
     assert calls.replies["1-1"].authorized_key.startswith("ssh-ed25519 ")
 
 
-@pytest.mark.parametrize(
-    ("outcome", "name"),
-    [
-        ("bad_layout", "bad_layout"),
-        ("network_mode", "network_mode"),
-        ("no_boot", "no_boot"),
-        ("no_ssh", "no_ssh"),
-        ("no_board_info", "no_board_info"),
-        ("usb_write", "usb_write"),
-        ("no_nfs", "no_nfs"),
-        ("disk_full", "disk_full"),
-        ("qspi_not_written", "qspi_not_written"),
-        ("unknown", "unknown"),
-    ],
-)
 @pytest.mark.long
-def test_a_board_that_is_not_written_is_told_with_its_class_its_remedy_and_its_log(
-    outcome: str, name: str, workshop: Workshop
-) -> None:
-    workshop.plug("1-1", outcome=outcome)
-    ended = workshop.flash(*workshop.running(workshop.plan()))
+def test_every_way_to_fail_is_told_with_its_remedy_and_its_log_and_is_kept(workshop: Workshop) -> None:
+    outcomes = [
+        "bad_layout", "network_mode", "no_boot", "no_ssh", "no_board_info", "usb_write", "no_nfs", "disk_full",
+        "qspi_not_written", "unknown", "not_started",
+    ]  # fmt: skip
+    ports = {f"1-{number}": outcome for number, outcome in enumerate(outcomes, 1)}
+    for port, outcome in ports.items():
+        workshop.plug(port, outcome="written" if outcome == "not_started" else outcome)
+    workshop.say(no_log="1-11")
+    ended = workshop.flash(*workshop.running(workshop.plan("--boards", "11"), wait_s=3))
     assert ended.returncode == 1
-    assert workshop.outcomes() == {"1-1": name}
-    assert (workshop.runs / "logs" / "1-1.log").read_text()
-    assert workshop.records()[0]["verdict"] == name
+    assert workshop.outcomes() == ports
+    assert {record["port"]: record["verdict"] for record in workshop.records()} == ports
+    for port in ports:
+        assert f"{port}: " in ended.stderr
+        assert (workshop.runs / "logs" / f"{port}.log").exists()
     workshop.assert_host_closed()
 
 
-@pytest.mark.parametrize(
-    ("lie", "outcome", "name"),
-    [
-        (None, "written", "old_system"),
-        (None, "still_in_recovery", "still_in_recovery"),
-        ({"l4t": "36.4.0"}, "written", "wrong_release"),
-        ({"slots": {"armed": False}}, "written", "not_armed"),
-        ({"answer": None}, "written", "no_answer"),
-        ({"answer": {"outputs": []}}, "written", "wrong_answer"),
-    ],
-)
+@pytest.mark.parametrize("outcome", ["no_board_info", "unknown"])
 @pytest.mark.long
-def test_a_board_that_was_written_and_does_not_come_home_rightly_is_not_good(
-    lie: dict[str, Any] | None, outcome: str, name: str, workshop: Workshop
-) -> None:
+def test_a_single_board_is_judged_by_the_exit_code_too(outcome: str, workshop: Workshop) -> None:
     workshop.plug("1-1", outcome=outcome)
-    with Calls(workshop, {"1-1": lie}):
-        ended = workshop.flash(*workshop.running(workshop.plan(), wait_s=3))
+    assert workshop.flash(*workshop.running(workshop.plan())).returncode == 1
+    assert workshop.outcomes() == {"1-1": outcome}
+
+
+@pytest.mark.long
+def test_a_board_that_was_written_and_does_not_come_home_rightly_is_not_good(workshop: Workshop) -> None:
+    lies: dict[str, dict[str, Any] | None] = {
+        "wrong_release": {"l4t": "36.4.0"},
+        "not_armed": {"slots": {"armed": False}},
+        "no_answer": {"answer": None},
+        "wrong_answer": {"answer": {"outputs": []}},
+        "old_system": None,
+        "still_in_recovery": None,
+    }
+    ports = {f"1-{number}": name for number, name in enumerate(lies, 1)}
+    for port, name in ports.items():
+        workshop.plug(port, outcome=name if name == "still_in_recovery" else "written")
+    with Calls(workshop, {port: lies[name] for port, name in ports.items()}):
+        ended = workshop.flash(*workshop.running(workshop.plan("--boards", "6"), wait_s=8))
     assert ended.returncode == 1
-    assert workshop.outcomes() == {"1-1": name}
+    assert workshop.outcomes() == ports
 
 
 @pytest.mark.parametrize("again", ["verify", "run"])

@@ -82,6 +82,12 @@ def test_an_image_takes_nothing_that_its_root_of_trust_has_not_signed(mirror: Mi
     assert not (tmp_path / "state/slots").exists()
 
 
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where wheels are kept that were downloaded once."""
+    return tmp_path_factory.mktemp("wheels")
+
+
 @pytest.fixture
 def index(tmp_path: Path) -> None:
     """Skips what needs wheels where this machine cannot download any."""
@@ -96,9 +102,11 @@ def index(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("index")
 @pytest.mark.parametrize(("python", "newest_glibc"), [("3.10", 35), ("3.12", 39)])
 def test_every_wheel_of_a_device_is_pinned_and_there_for_its_python_processor_and_glibc(
-    wheel: Path, tmp_path: Path, python: str, newest_glibc: int
+    wheel: Path, store: Path, python: str, newest_glibc: int
 ) -> None:
-    found = overlay_wheels.resolve(python, wheel, (ROOT / "constraints.txt").read_text(), tmp_path)
+    found = overlay_wheels.resolve(
+        python, wheel, (ROOT / "constraints.txt").read_text(), store / f"cp{python.replace('.', '')}"
+    )
     names = {parse_wheel_filename(path.name)[0] for path in found}
     assert {"edge-appliance", "numpy", "onnxruntime", "opencv-python", "uvloop", "cryptography"} <= names
     assert ("tomli" in names) == (python == "3.10")
@@ -112,7 +120,7 @@ def test_every_wheel_of_a_device_is_pinned_and_there_for_its_python_processor_an
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("index")
-def test_the_command_makes_the_same_archive_twice(wheel: Path, mirror: Mirror, tmp_path: Path) -> None:
+def test_the_command_makes_the_same_archive_twice(wheel: Path, store: Path, mirror: Mirror, tmp_path: Path) -> None:
     mirror.add(tiny.scale_bundle(tmp_path / "v1", 1, null=True))
     (tmp_path / "image.toml").write_text(
         f'[config.update]\nurl = "https://updates.example.com/repository"\n'
@@ -120,7 +128,7 @@ def test_the_command_makes_the_same_archive_twice(wheel: Path, mirror: Mirror, t
     )
     made = []
     for name in ("one.tar", "two.tar"):
-        command = ["image", "image.toml", "--out", name, "--wheel", str(wheel), "--wheels", "wheels", "--json"]
+        command = ["image", "image.toml", "--out", name, "--wheel", str(wheel), "--wheels", str(store), "--json"]
         done = subprocess.run(
             [PROVISION, *command], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, check=False
         )

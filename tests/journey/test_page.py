@@ -67,7 +67,7 @@ def test_a_fault_and_its_recovery_and_the_load_show_without_a_reload_and_the_hou
         until(page, "/null: crash/.test(faults.innerText)")
         until(page, "/recovered in/.test(faults.innerText)")
         until(page, "/1 restarts/.test(models.innerText)")
-        seen = "/answered (?!0[.]00)[0-9]/.test(plots.innerText)"
+        seen = "/answered (?!0\\b(?![.]))[0-9]/.test(plots.innerText)"
 
         def loaded() -> bool:
             daemon.infer("null", np.ones((1, 2), np.float32))

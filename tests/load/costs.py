@@ -7,18 +7,25 @@ in turn.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import structlog
 
 from appliance import wire
+from appliance.adapters.live import Live
+from appliance.adapters.metrics import Metrics
 from appliance.core.limits import Limits
 from appliance.core.schedule import Schedule, Ticket
+from appliance.recorder import Recorder
 from appliance.runtime import choose
+from appliance.service import InferRequest, Outcome
 from models.folder import BundleFolder
 from models.spec import Tensor
 
@@ -42,6 +49,7 @@ def main() -> int:
         f"write a small request for the worker                {cpu_us(lambda: wire.encode(run, [b'0' * 64])):7.1f} us"
     )
     print(f"read it there                                       {cpu_us(lambda: wire.decode(packet)):7.1f} us")
+    print(f"count, record and show a request                    {asyncio.run(watching_us()):7.1f} us")
     if options.bundle:
         for precision, times in batching(options.bundle, options.width).items():
             for size, (median_ms, fastest_ms) in times.items():
@@ -50,6 +58,37 @@ def main() -> int:
                     f"fastest {fastest_ms:6.1f} ms"
                 )
     return 0
+
+
+class Watched:
+    """As much of a service as those who watch its requests ask for."""
+
+    def __init__(self) -> None:
+        self.observers: list[Callable[[Outcome], None]] = []
+        self.listeners: list[Callable[[], None]] = []
+
+    def models(self) -> list[object]:
+        """None."""
+        return []
+
+
+async def watching_us() -> float:
+    """Microseconds that metrics, page, log and flight recorder take of one request."""
+    service: Any = Watched()
+    Metrics(service)
+    Live(service)
+    recorder = Recorder(service, Path("nowhere"), per_s=20)
+    asked = InferRequest("model", [Tensor.from_array("x", np.zeros((1, 16), np.float32))])
+    outcome = Outcome("model", "1", 0.01, None, {"queue": 0.1, "inference": 0.2}, 1, asked)
+
+    def tell() -> None:
+        for observer in service.observers:
+            observer(outcome)
+
+    with structlog.testing.capture_logs():
+        spent_us = cpu_us(tell)
+        await recorder.finish()
+    return spent_us
 
 
 def schedule_us(waiting: int) -> float:

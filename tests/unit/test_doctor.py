@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import trustme
+from support.boards import plant
 
 from appliance import doctor, settings
+from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor import Here
 from appliance.doctor_tls import Check, read_certificates
@@ -90,7 +92,7 @@ def test_releases_of_jetpack_are_told_apart(tmp_path: Path, revision: str, verdi
 
 def test_a_machine_that_is_no_jetson_is_not_judged_as_one(tmp_path: Path) -> None:
     here = tree(tmp_path)
-    found = [doctor.jetpack(here.l4t), doctor.power_mode(here.l4t, ""), doctor.devices(here), doctor.engines(here, [])]
+    found = [doctor.jetpack(here.l4t), doctor.power_mode({}), doctor.devices(here), doctor.engines(here, [])]
     assert verdicts(*found) == ["skip"] * 4
 
 
@@ -104,15 +106,39 @@ def test_tensorrt_is_needed_where_it_is_asked_for_and_missed_on_a_jetson() -> No
 
 
 @pytest.mark.parametrize(
-    ("told", "verdict"),
+    ("mode", "verdict"), [({"id": 2, "name": "MAXN_SUPER"}, "ok"), ({"id": 0, "name": "15W"}, "warn"), ({}, "warn")]
+)
+def test_a_power_mode_that_holds_the_module_back_is_named(mode: dict[str, Any], verdict: str) -> None:
+    assert verdicts(doctor.power_mode({"l4t": "36.4.3", "power_mode": mode})) == [verdict]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
     [
-        ("NV Power Mode: MAXN_SUPER\n2\n", "ok"),
-        ("NV Fan Mode:quiet\nNV Power Mode: 15W\n0\n", "warn"),
-        ("", "warn"),
+        ("orin-nano", ["ok", "ok", "ok", "warn", "ok"]),  # one slot is spent
+        ("orin-nx", ["warn", "warn", "fail", "skip", "ok"]),  # held back, hot, and its disk is read-only
+        ("agx-orin", ["ok", "ok", "ok", "ok", "ok"]),
     ],
 )
-def test_a_power_mode_that_holds_the_module_back_is_named(told: str, verdict: str) -> None:
-    assert verdicts(doctor.power_mode("36.4.3", told)) == [verdict]
+def test_boards_are_judged_by_what_they_say(tmp_path: Path, name: str, found: list[str]) -> None:
+    told = host.board(plant(tmp_path, name, "36.4.3"))
+    checks = [doctor.power_mode, doctor.heat, doctor.storage, doctor.system_slots, doctor.battery]
+    assert verdicts(*(check(told) for check in checks)) == found
+
+
+def test_heat_worn_storage_and_a_slot_that_cannot_be_booted_are_named() -> None:
+    hot = {"slowed_by": ["cpu-throttle-alert"], "temperatures_celsius": {"tj-thermal": 99.5}}
+    worn = {"storage": [{"disk": "mmcblk0", "life_used_percent": 90}]}
+    dead = {"storage": [{"disk": "nvme0n1", "read_only": True}]}
+    checks = [
+        doctor.heat(hot),
+        doctor.storage(worn),
+        doctor.storage(dead),
+        doctor.system_slots({"slots": {"bootable": {"A": True, "B": False}}}),
+    ]
+    assert verdicts(*checks) == ["warn", "warn", "fail", "warn"]
+    said = ["cpu-throttle-alert", "mmcblk0", "nvme0n1", "slot B"]
+    assert [word in check.reason for word, check in zip(said, checks, strict=True)] == [True] * 4
 
 
 def passport_of(plan: bytes, l4t: str) -> Passport:
@@ -196,8 +222,8 @@ def test_a_clock_of_1970_fails_and_one_that_nobody_vouches_for_is_a_warning() ->
 
 
 def test_a_missing_hardware_clock_is_a_warning(tmp_path: Path) -> None:
-    with_one = tree(tmp_path / "with", sys__class__rtc__rtc0__name="rtc-pcf8563")
-    assert verdicts(doctor.battery(with_one), doctor.battery(tree(tmp_path / "without"))) == ["ok", "warn"]
+    with_one = host.board(tree(tmp_path / "with", sys__class__rtc__rtc0__name="rtc-pcf8563").root)
+    assert verdicts(doctor.battery(with_one), doctor.battery({})) == ["ok", "warn"]
 
 
 def test_ipv6_that_is_off_is_a_warning(tmp_path: Path) -> None:

@@ -20,19 +20,22 @@ ALL = {
     "fill": True,
     "power_mode": 2,
     "enrol": ["--url", "https://fleet.example.com"],
-    "secrets": ["/etc/appliance/enrol.token"],
+    "token": "/etc/appliance/enrol.token",
     "lock": True,
 }
 HELD_FILES = ((f"{HELD}/journal.db", "who may order"), (f"{HELD}/slots/one/manifest.json", "{}"))
 TOOLS = ("findmnt", "sfdisk", "partx", "resize2fs", "chown", "nvpmodel", "runuser", "chown", "passwd")
 STAND_IN = """#!/bin/sh
-echo "$(basename $0) $*" >> $BOARD/calls
+echo "$(basename $0) $*${APPLIANCE_ENROLMENT_TOKEN:+ with $APPLIANCE_ENROLMENT_TOKEN}" >> $BOARD/calls
 if [ "$(wc -l < $BOARD/calls)" = "${CUT_AT:-0}" ]; then kill -9 $PPID; fi
 case "$(basename $0) $*" in
   findmnt*) echo /dev/nvme0n1p15;;
   "nvpmodel -q") printf 'NV Power Mode: 15W\\n%s\\n' "$(cat $BOARD/mode)";;
+  *"enroll --state-dir /var/lib/appliance") [ -e $BOARD/enrolled ] || exit 1;;
+  *"enroll"*)
+    case "$*" in *"${FAILING:-nothing at all}"*) echo "no route to fleet.example.com" >&2; exit 1;; esac
+    touch $BOARD/enrolled;;
   "nvpmodel -m"*) echo $2 > $BOARD/mode;;
-  *"${FAILING:-nothing at all}"*) echo "no route to fleet.example.com" >&2; exit 1;;
 esac
 """
 
@@ -79,7 +82,7 @@ def test_a_first_boot_grows_fills_sets_the_mode_enrols_locks_and_removes_itself(
     assert board.done
     bins = Path(sys.executable).parent
     state = board.root / "var/lib/appliance"
-    as_daemon = "runuser -u appliance -- env HOME=/var/cache/appliance"
+    enrol = f"runuser -u appliance -- {bins}/appliance enroll --state-dir /var/lib/appliance"
     assert board.calls == [
         "findmnt -nro SOURCE --target /var/lib/appliance",
         "sfdisk --no-reread --no-tell-kernel -N 15 /dev/nvme0n1",
@@ -89,13 +92,14 @@ def test_a_first_boot_grows_fills_sets_the_mode_enrols_locks_and_removes_itself(
         f"chown -R appliance:appliance {state}/.slots.new",
         "nvpmodel -q",
         "nvpmodel -m 2",
-        f"{as_daemon} {bins}/appliance enroll --url https://fleet.example.com",
+        enrol,
+        f"{enrol} --url https://fleet.example.com with secret",
         "passwd --lock root",
     ]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cut_at", range(1, 11))
+@pytest.mark.parametrize("cut_at", range(1, 12))
 def test_cut_anywhere_the_next_boot_does_the_rest_and_nothing_that_was_done(tmp_path: Path, cut_at: int) -> None:
     board = Board(tmp_path, **ALL)
     assert board.boot(CUT_AT=str(cut_at)).returncode == -9
@@ -130,10 +134,24 @@ def test_a_fleet_that_cannot_be_reached_leaves_the_secret_for_the_next_try(
     assert done.returncode == 1
     assert "enrolling failed: runuser -u appliance ended with 1: no route to fleet.example.com" in done.stderr
     assert (board.root / "etc/appliance/enrol.token").exists()
-    count = len(board.calls)
     assert board.boot().returncode == 0
-    assert [call.split()[-1] for call in board.calls[count:]] == ["https://fleet.example.com", "root"]
     assert board.done
+
+
+def test_an_enrolment_that_was_cut_before_it_was_struck_is_not_tried_with_a_used_token(tmp_path: Path) -> None:
+    board = Board(tmp_path, enrol=ALL["enrol"], token=ALL["token"])
+    (tmp_path / "enrolled").touch()
+    assert board.boot().returncode == 0
+    assert len(board.calls) == 1
+    assert board.done
+
+
+def test_a_device_that_has_no_token_yet_says_where_it_is_to_be_put(tmp_path: Path) -> None:
+    board = Board(tmp_path, enrol=ALL["enrol"], token=ALL["token"])
+    (board.root / "etc/appliance/enrol.token").unlink()
+    done = board.boot()
+    assert done.returncode == 1
+    assert "there is no token in /etc/appliance/enrol.token" in done.stderr
 
 
 def test_a_board_in_the_wanted_mode_is_left_as_it_is(tmp_path: Path) -> None:

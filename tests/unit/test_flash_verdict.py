@@ -55,6 +55,7 @@ def test_every_way_to_fail_has_its_name_and_a_remedy(code: int | None, log: str,
 def test_a_board_was_written_when_its_log_says_so_and_its_tool_did_not_fail() -> None:
     assert failures.of_log(WRITTEN, 0) is None
     assert failures.of_log(WRITTEN) is None
+    assert failures.of_log("Flashing success", firmware=False) is None
     assert failures.of_log("*** The target t186ref has been flashed successfully. ***", 0) is None
     assert failures.of_log(WRITTEN, 1) is not None
 

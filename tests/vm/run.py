@@ -1,6 +1,7 @@
 """`make vm-test`: boots the image on an emulated arm64 machine and checks from outside.
 
 What it needs, how long it takes and what it does not prove is in docs/image.md.
+More than 400 lines: everything that one machine goes through, in its order.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from build import READER, ROOT, VERSIONS, Machine, build
+from machine import READER, ROOT, VERSIONS, Machine, build
 from support.daemon import Daemon, binary_floats, binary_request
 from support.processes import free_port
 
