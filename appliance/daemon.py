@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
@@ -34,12 +33,13 @@ from appliance import __version__, settings, wire
 from appliance.adapters import host, http
 from appliance.adapters.access import gate_before
 from appliance.adapters.bodies import Bodies
-from appliance.adapters.http1 import Http1, tls_context
+from appliance.adapters.http1 import Http1
 from appliance.adapters.live import Live, following
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
+from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.adapters.traces import Exporter
 from appliance.board import Board
@@ -48,6 +48,7 @@ from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
 from appliance.fleet import door_to_broker
+from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
 from appliance.orders import Orders, changed_by_order
@@ -88,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
 async def _run(config: settings.Settings) -> int:
     """Start each part and note how it stops; whatever happens, they stop in reverse."""
     async with contextlib.AsyncExitStack() as stack:
-        tls = tls_context(config.http.tls_certificate, config.http.tls_key, config.http.client_ca)
+        tls = _door(config.http)
         store = Store(config.state_dir)
         stack.callback(store.close)
         given, config = config, changed_by_order(config, store)
@@ -96,8 +97,7 @@ async def _run(config: settings.Settings) -> int:
         device_id = config.device_id or store.device_id()
         _configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
-        clock, board = host.WallClock(), Board()
-        started_at = clock()
+        started_at, board = (clock := host.WallClock())(), Board()
 
         def facts() -> dict[str, Any]:
             return {
@@ -113,6 +113,7 @@ async def _run(config: settings.Settings) -> int:
                 "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
                 "compiling": engines.status(),
+                "identity": upkeep.status(),
                 "recent_faults": live.recent_faults(),
                 "faults_enabled": config.faults.enabled,
             }
@@ -123,6 +124,7 @@ async def _run(config: settings.Settings) -> int:
         updates = stack.enter_context(contextlib.closing(Updates(config, clock)))
         engines = Engines(config, lambda holder, terms: keeper.lease(holder, terms))  # noqa: PLW0108 - there is no keeper yet
         open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates, engines=engines)
+        upkeep = await stack.enter_async_context(upkept(config, clock, tls.load if tls else None))
         bundles = _bundles(config, memory, lambda folder: updates.present(folder, open_bundle))
         keeper = memory.keeper(bundles)
         service = Service(
@@ -268,7 +270,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _server(app: ASGIApp, config: settings.Settings, tls: ssl.SSLContext | None) -> _Server:
+def _server(app: ASGIApp, config: settings.Settings, tls: Listening | None) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -281,7 +283,7 @@ def _server(app: ASGIApp, config: settings.Settings, tls: ssl.SSLContext | None)
             date_header=False,  # boards without a battery begin in 1970, and HTTP asks such a server for none
             lifespan="off",
             timeout_graceful_shutdown=int(config.shutdown_grace_s) or 1,
-            ssl_context_factory=(lambda *_uvicorns: tls) if tls else None,
+            ssl_context_factory=(lambda *_uvicorns: tls.context) if tls else None,
         )
     )
 
@@ -414,6 +416,13 @@ def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
     if order.runtime != _EVERYWHERE:
         ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
     return ways
+
+
+def _door(http: settings.Http) -> Listening | None:
+    """The files of TLS; None for plain HTTP."""
+    if http.tls_certificate is None:
+        return None
+    return Listening(http.tls_certificate, http.tls_key, http.client_ca, http.client_crl)
 
 
 def _listen(address: str, port: int) -> socket.socket:

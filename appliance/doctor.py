@@ -26,6 +26,7 @@ import httpx
 from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor_tls import Check, Trust, check_tls, read_certificates
+from appliance.doctor_tls import checks as tls_checks
 from appliance.runtime import machine
 from appliance.runtime.tensorrt import installed
 from appliance.settings import Settings
@@ -104,6 +105,7 @@ def examine(here: Here, config: Settings, *, now: float, status: Mapping[str, An
     yield certificate(config.http.tls_certificate, now)
     yield broker(config.mqtt.host, config.mqtt.port)
     yield upstream(config.update.url, now)
+    yield from tls_checks(config, now)
     yield daemon(status)
 
 

@@ -9,18 +9,25 @@ import contextlib
 import socket
 import ssl
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
 
 from cryptography import x509
 from cryptography.x509.oid import ExtensionOID, NameOID
 
 from appliance.core.clock import RELEASED_AT
 
+if TYPE_CHECKING:
+    from appliance.settings import Settings
+
 Fault = Literal["", "files", "unreachable", "silent", "plain", "closed", "untrusted", "refused", "other"]
 
 _ANSWER_S = 5.0
+_LATE_SHARE = 1 / 6
+"""Of its life that is left when a certificate should have been renewed long ago."""
 _ALERT_S = 1.0
 """With TLS 1.3 a server judges our certificate after the handshake has ended for us."""
 
@@ -41,8 +48,8 @@ class Check:
 class Trust:
     """What one side of a handshake brings along: PEM files."""
 
-    authority: Path | None = None
-    """Who must have signed the other side's certificate; None for those whom the system trusts."""
+    authority: Path | bytes | None = None
+    """Who must have signed the other side's certificate, also as the content; None for those whom the system trusts."""
     certificate: Path | None = None
     """Our own, with its key unless `key` is given."""
     key: Path | None = None
@@ -78,6 +85,53 @@ class Handshake:
     authorities: tuple[Certificate, ...] = ()
 
 
+def checks(told: Settings, now: float) -> Iterator[Check]:
+    """What this device needs of TLS by its settings: its identity, the broker, who renews it, who is revoked."""
+    files, mqtt = told.identity_files, told.mqtt
+    yield check_identity(files.certificate, now)
+    if mqtt.host and mqtt.tls:
+        yield check_tls("broker tls", mqtt.host, mqtt.port, Trust(mqtt.ca, mqtt.certificate, mqtt.key), now)
+    service = urlsplit(files.service.read_text(encoding="utf-8") if files.service.exists() else "")
+    if service.hostname:
+        trust = Trust(files.authority, files.certificate)
+        yield check_tls("enrolment", service.hostname, service.port or 443, trust, now)
+    if told.http.client_crl:
+        yield _check_list(told.http.client_crl, now)
+
+
+def check_identity(path: Path, now: float) -> Check:
+    """Whether the certificate that `appliance enroll` brought counts at `now`, and for long enough."""
+    if not path.exists():
+        return Check("identity", "skip", "this device is not enrolled")
+    try:
+        own = read_certificates(path)[0]
+    except (OSError, ValueError) as error:
+        return Check("identity", "fail", f"{path} cannot be read ({_words(error)})", "mend its rights, or enrol anew")
+    until = f"the certificate of {own.subject} is valid until {day(own.valid_until)}"
+    if now < own.valid_from:
+        reason = f"the certificate of {own.subject} begins on {day(own.valid_from)}, and the clock says {day(now)}"
+        return Check("identity", "fail", reason, "set the clock, or wait until it is synchronised")
+    if now >= own.valid_until:
+        reason = f"the certificate of {own.subject} expired on {day(own.valid_until)}, and the clock says {day(now)}"
+        return Check("identity", "fail", reason, "enrol anew with a token, or set the clock if that is wrong")
+    if own.valid_until - now < (own.valid_until - own.valid_from) * _LATE_SHARE:
+        return Check("identity", "warn", f"{until}, and renewing it is overdue", "`appliance enroll --renew` says why")
+    return Check("identity", "ok", until)
+
+
+def _check_list(path: Path, now: float) -> Check:
+    name = "revoked certificates"
+    try:
+        listed = x509.load_pem_x509_crl(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return Check(name, "fail", f"{path} cannot be read ({_words(error)})", "bring it anew")
+    until = listed.next_update_utc
+    if until is not None and now >= until.timestamp():
+        reason = f"the list of revoked certificates was good until {day(until.timestamp())}: no certificate is taken"
+        return Check(name, "fail", reason, "bring a fresh one: `provision enroll revoked` signs it")
+    return Check(name, "ok", f"{len(listed)} certificates are revoked")
+
+
 def check_tls(name: str, host: str, port: int, trust: Trust, now: float | None = None) -> Check:
     """Shake hands with `host` as the daemon would, and say how that went; `now` is the wall time to judge by."""
     return explain(name, shake_hands(host, port, trust, time.time() if now is None else now))
@@ -86,8 +140,9 @@ def check_tls(name: str, host: str, port: int, trust: Trust, now: float | None =
 def shake_hands(host: str, port: int, trust: Trust, now: float) -> Handshake:
     """Connect, shake hands, hang up. Blocks for some seconds at most; raises nothing of the network or of TLS."""
     try:
-        context = ssl.create_default_context(cafile=trust.authority)
-        authorities = read_certificates(trust.authority) if trust.authority else ()
+        known = trust.authority.read_bytes() if isinstance(trust.authority, Path) else trust.authority
+        context = ssl.create_default_context(cadata=known.decode() if known else None)
+        authorities = _written(known) if known else ()
         own = read_certificates(trust.certificate)[0] if trust.certificate else None
         if trust.certificate:
             context.load_cert_chain(trust.certificate, trust.key, password="")
@@ -96,11 +151,13 @@ def shake_hands(host: str, port: int, trust: Trust, now: float) -> Handshake:
     fault, code, detail, peer = _shake(host, port, context)
     if fault in {"untrusted", "refused"} and peer is None:
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # only to see what it shows
-        peer = _shake(host, port, context)[3]
+        peer = _shake(host, port, context, alert_s=0.0)[3]
     return Handshake(host, port, now, fault, code, detail, peer, own, authorities)
 
 
-def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[Fault, int, str, Certificate | None]:
+def _shake(
+    host: str, port: int, context: ssl.SSLContext, alert_s: float | None = None
+) -> tuple[Fault, int, str, Certificate | None]:
     peer: Certificate | None = None
     try:
         plain = socket.create_connection((host, port), _ANSWER_S)
@@ -110,8 +167,8 @@ def _shake(host: str, port: int, context: ssl.SSLContext) -> tuple[Fault, int, s
         with context.wrap_socket(plain, server_hostname=host) as tls:
             shown = tls.getpeercert(binary_form=True)
             peer = _read(x509.load_der_x509_certificate(shown)) if shown else None
-            tls.settimeout(_ALERT_S)
-            with contextlib.suppress(TimeoutError):  # it waits for us to speak: content
+            tls.settimeout(_ALERT_S if alert_s is None else alert_s)
+            with contextlib.suppress(TimeoutError, ssl.SSLWantReadError):  # it waits for us to speak: content
                 if not tls.recv(1):
                     return "closed", 0, "", peer
     except ssl.SSLCertVerificationError as error:
@@ -140,7 +197,7 @@ def explain(name: str, found: Handshake) -> Check:
     where = f"{found.host}:{found.port}"
     if not found.fault:
         peer = found.peer
-        until = f", whose certificate is valid until {_day(peer.valid_until)}" if peer else ""
+        until = f", whose certificate is valid until {day(peer.valid_until)}" if peer else ""
         return Check(name, "ok", f"TLS with {where}{until}")
     if found.fault == "untrusted":
         return Check(name, "fail", *_untrusted(found, where))
@@ -157,10 +214,17 @@ def explain(name: str, found: Handshake) -> Check:
             f"{where} does not speak TLS on this port",
             "give its TLS port (MQTT: usually 8883), or turn TLS off",
         ),
-        "closed": (f"{where} hung up without a word", "see its log: it may not speak TLS, or not want us"),
+        "closed": (f"{where} hung up {_when(found)}", "see its log; give its TLS port (MQTT: usually 8883)"),
         "other": (f"TLS with {where} failed ({found.detail})", "see the other side's log"),
     }[found.fault]
     return Check(name, "fail", reason, remedy)
+
+
+def _when(found: Handshake) -> str:
+    if found.peer is None:
+        return "at once, as what knows no TLS does"
+    # Servers on an event loop, ours too, often end a handshake without telling why.
+    return f"on seeing our certificate of {found.own.subject}" if found.own else "after the handshake"
 
 
 _NOT_YET, _EXPIRED, _REVOKED = 9, 10, 23
@@ -174,7 +238,7 @@ _OTHER_NAME = {62, 64}
 
 def _untrusted(found: Handshake, where: str) -> tuple[str, str]:
     """Why we do not believe the other side, and what to do."""
-    peer, today = found.peer, _day(found.now)
+    peer, today = found.peer, day(found.now)
     if found.now < RELEASED_AT and found.code in {_NOT_YET, _LIST_NOT_YET, _EXPIRED}:
         return (
             f"the clock of this machine says {today}, when no certificate of {where} was valid yet",
@@ -185,9 +249,9 @@ def _untrusted(found: Handshake, where: str) -> tuple[str, str]:
         who = wrong[0] if wrong else peer
         what = f"the certificate of {who.subject}" if who else f"a certificate that {where} shows"
         if found.code == _NOT_YET:
-            since = f" on {_day(who.valid_from)}" if who else ""
+            since = f" on {day(who.valid_from)}" if who else ""
             return f"{what} becomes valid only{since}, and the clock says {today}", "set the clock that is wrong"
-        since = f" on {_day(who.valid_until)}" if who else ""
+        since = f" on {day(who.valid_until)}" if who else ""
         return f"{what} expired{since}, and the clock says {today}", "renew it, or set the clock if that is wrong"
     if found.code == _REVOKED:
         return f"the certificate of {where} was revoked", "give it a new one, or ask who revoked it"
@@ -241,8 +305,8 @@ def _refused(found: Handshake, where: str) -> tuple[str, str]:
     """Why the other side does not believe us; its alert may be as dumb as "bad certificate"."""
     own = found.own
     if own and not own.valid_from <= found.now < own.valid_until:
-        valid = f"from {_day(own.valid_from)} to {_day(own.valid_until)}"
-        reason = f"{where} refused our certificate, which is valid {valid}, and the clock says {_day(found.now)}"
+        valid = f"from {day(own.valid_from)} to {day(own.valid_until)}"
+        reason = f"{where} refused our certificate, which is valid {valid}, and the clock says {day(found.now)}"
         return reason, "renew it, or set the clock if that is wrong"
     for alert, (reason, remedy) in _ALERTS.items():
         if alert in found.detail:
@@ -256,8 +320,12 @@ def _refused(found: Handshake, where: str) -> tuple[str, str]:
 
 
 def read_certificates(path: Path) -> tuple[Certificate, ...]:
-    """What is written in the certificates of a PEM file; raises OSError, ValueError."""
-    return tuple(_read(one) for one in x509.load_pem_x509_certificates(path.read_bytes()))
+    """What is written in the certificates of a PEM file; raises OSError, and ValueError where there are none."""
+    return _written(path.read_bytes())
+
+
+def _written(pem: bytes) -> tuple[Certificate, ...]:
+    return tuple(_read(one) for one in x509.load_pem_x509_certificates(pem))
 
 
 def _read(one: x509.Certificate) -> Certificate:
@@ -284,5 +352,6 @@ def _words(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(at)) + " UTC"
+def day(at: float) -> str:
+    """A time in Unix seconds, for people."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(at))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import ssl
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from appliance.adapters.mqtt import Broker, Mqtt
+from appliance.adapters.tls import Calling
 from appliance.core.outbox import Rules
 from appliance.service import Service
-from appliance.settings import Mqtt as Told
 from appliance.settings import Settings
 
 _SPOOL = "spool.db"
@@ -35,16 +33,8 @@ def door_to_broker(config: Settings, service: Service, now: Callable[[], float])
         longest_retry_s=told.longest_retry_s,
         session_expiry_s=told.session_expiry_s,
         message_expiry_s=math.ceil(told.spool_age_s),
-        tls=partial(_tls, told) if told.tls else None,
+        tls=Calling(told.ca, told.certificate, told.key).context if told.tls else None,
     )
     rules = Rules(most_bytes=told.spool_bytes, age_s=told.spool_age_s, replay_per_s=told.replay_per_s)
     with contextlib.closing(Spool(config.state_dir / _SPOOL, rules)) as spool:
         yield Mqtt(broker, service, spool, now=now, telemetry_s=told.telemetry_s, results=told.results)
-
-
-def _tls(told: Told) -> ssl.SSLContext:
-    """What the PEM files hold now; raises OSError when they cannot be used."""
-    tls = ssl.create_default_context(cafile=told.ca)
-    if told.certificate:
-        tls.load_cert_chain(told.certificate, told.key, password="")  # one that needs a password is refused
-    return tls

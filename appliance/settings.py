@@ -2,6 +2,8 @@
 
 A nested key is written `http.port` in messages, `[http] port` in the file, and
 `APPLIANCE_HTTP__PORT` in the environment.
+
+Past 400 lines because each setting has its sentence here.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ from pydantic_settings import (
 
 from appliance.core.limits import Limits as ModelLimits
 from appliance.runtime import RuntimeName
+from models.enrolment import IdentityFiles
 from models.errors import BadInput, ConfigError
 
 ENV_PREFIX = "APPLIANCE_"
 PROFILES = Path(__file__).parent / "profiles"
-CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", "CA"))
+CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", "CA", "ENROLMENT_TOKEN"))
 """Read by the client commands: no setting, and no typing error either."""
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
@@ -67,6 +70,7 @@ class Http(_Part):
     tls_certificate: Path | None = Field(default=None, description="PEM file with the chain; needed off loopback")
     tls_key: Path | None = Field(default=None, description="PEM file, when the key is not in tls_certificate")
     client_ca: Path | None = Field(default=None, description="PEM file of the authority that signs client certificates")
+    client_crl: Path | None = Field(default=None, description="PEM file of certificates that client_ca has revoked")
     client_roles: Mapping[str, Literal["infer", "operate", "admin"]] = Field(
         default={}, description="common name of a client certificate -> what it may do"
     )
@@ -158,6 +162,18 @@ class Clock(_Part):
     """How far the wall clock is believed."""
 
     assume_synced: bool = Field(default=False, description="take the clock for synchronised; shown in status")
+
+
+class Identity(_Part):
+    """Where the certificate is used that `appliance enroll` brought."""
+
+    http: bool = Field(
+        default=False, description="serve over TLS with it, and take clients of the same authority (client_roles)"
+    )
+    mqtt: bool = Field(default=False, description="speak TLS with the broker, which must be of the same authority")
+    check_s: float = Field(
+        default=6 * 3600.0, ge=1, le=7 * 86400, description="how often the list of revoked certificates is fetched"
+    )
 
 
 class Update(_Part):
@@ -252,6 +268,7 @@ class Settings(BaseSettings):
     limits: Limits = Limits()
     memory: Memory = Memory()
     clock: Clock = Clock()
+    identity: Identity = Identity()
     update: Update = Update()
     engines: Engines = Engines()
     log: Log = Log()
@@ -270,6 +287,11 @@ class Settings(BaseSettings):
         """Flags and the files come in through `init_settings`, merged by `load`."""
         del settings_cls, env_settings, dotenv_settings, file_secret_settings
         return (init_settings,)
+
+    @property
+    def identity_files(self) -> IdentityFiles:
+        """Where `appliance enroll` keeps what it brought."""
+        return IdentityFiles(self.state_dir / "identity")
 
 
 def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Settings:
@@ -293,12 +315,38 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
         settings = Settings(**_merge(merged, flags))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
+    settings = _with_identity(settings)
     _refuse_open_door(settings.http)
     if settings.update.url and settings.update.root is None:
         raise ConfigError(
             "update.url is set and nothing says whom to trust: set update.root to the repository's root.json"
         )
     return settings
+
+
+def _with_identity(settings: Settings) -> Settings:
+    """The files of the device's identity, where it is to be used and no others are named."""
+    files = settings.identity_files
+    changes: dict[str, BaseModel] = {}
+    if settings.identity.http:
+        if not files.certificate.is_file():
+            raise ConfigError(
+                "identity.http is set and this device has no certificate: get one with `appliance enroll`"
+            )
+        http = settings.http
+        own = http.tls_certificate is None
+        changes["http"] = http.model_copy(
+            update={
+                "tls_certificate": files.certificate if own else http.tls_certificate,
+                "client_ca": http.client_ca or files.authority,
+                "client_crl": http.client_crl or (files.revoked if http.client_ca is None else None),
+            }
+        )
+    if settings.identity.mqtt:
+        mqtt = settings.mqtt
+        update = {"tls": True, "ca": mqtt.ca or files.authority, "certificate": mqtt.certificate or files.certificate}
+        changes["mqtt"] = mqtt.model_copy(update=update)
+    return settings.model_copy(update=changes)
 
 
 CONFIGURABLE = ("mqtt.telemetry_s", "update.channel", "update.check_s", "update.pins", "update.window")
@@ -329,6 +377,8 @@ def _refuse_open_door(http: Http) -> None:
         raise ConfigError(msg)
     if http.client_ca is not None and http.tls_certificate is None:
         raise ConfigError("http.client_ca is set, but client certificates come over TLS only: set http.tls_certificate")
+    if http.client_crl is not None and http.client_ca is None:
+        raise ConfigError("http.client_crl is set and nobody's certificates are taken: set http.client_ca too")
 
 
 def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:

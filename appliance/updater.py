@@ -18,7 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import structlog
 
@@ -30,6 +30,7 @@ from appliance.core.command import Command
 from appliance.core.deployment import Deployment, Event, SlotState, Step
 from appliance.core.gates import Judged, Tally
 from appliance.ledger import Ledger
+from appliance.outside import outside
 from appliance.service import Bundle, Candidate, Outcome, Service
 from appliance.settings import Update
 from models.bundle import TASKS, Manifest
@@ -59,7 +60,6 @@ _FAULTY_LOOKS = 3
 _RETRY_S = 30.0
 """After something that should not happen."""
 
-T = TypeVar("T")
 Work: TypeAlias = Callable[[Deployment], Awaitable[Judged]]
 
 
@@ -297,7 +297,7 @@ class Updater:
         doubt = clock.distrust(time_.wall, known.time_floor, synced=time_.synced)
         if doubt:
             raise Unreachable(doubt)
-        accepted, signed = await _outside(self._refresh, time_.wall)
+        accepted, signed = await outside(self._refresh, time_.wall)
         floor = clock.raised(known.time_floor, accepted.signed_at, time_.wall)
         await self._ledger.learn(
             replace(known, time_floor=floor, revoked={**known.revoked, **signed.revoked}, commanders=signed.commanders)
@@ -457,7 +457,7 @@ class Updater:
 
     async def _offered(self, accepted: Accepted, name: str) -> Release | None:
         """What this device should run of a bundle: what it is pinned to, else what its channel holds."""
-        return await _outside(accepted.release, self._config.channel, name, self._config.pins.get(name, ""))
+        return await outside(accepted.release, self._config.channel, name, self._config.pins.get(name, ""))
 
     async def _reserve(self, deployment: Deployment) -> Judged:
         """The slot was marked bad when this step was written down."""
@@ -480,7 +480,7 @@ class Updater:
                 self._opened.fetch(manifest, self._folder(deployment.digest), self._blobs_here(), count, gone)
 
         try:
-            await _outside(fetch)
+            await outside(fetch)
         finally:
             gone.set()
         return Judged("", {"fetched_bytes": float(self._fetched_bytes)})
@@ -600,27 +600,6 @@ def _brief(deployments: Sequence[Deployment]) -> dict[str, Any] | None:
     """What a campaign must know of the latest deployment, if there was one."""
     keys = ("id", "name", "version", "digest", "step", "committed", "reason")
     return {key: rules.document(deployments[0])[key] for key in keys} if deployments else None
-
-
-async def _outside(call: Callable[..., T], *given: object) -> T:
-    """Run what waits for a network, in a thread that does not hold up the end of the daemon."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            result = call(*given)
-        except BaseException as error:
-            tell(future.set_exception, error)
-        else:
-            tell(future.set_result, result)
-
-    def tell(how: Callable[[Any], None], what: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(lambda: None if future.done() else how(what))
-
-    threading.Thread(target=run, name="update", daemon=True).start()
-    return await future
 
 
 class _EndedElsewhereError(UpdateError):

@@ -19,6 +19,7 @@
     ├── UpdateError            a device does not get, or must not take, what is published
     │   ├── Unreachable          the repository does not answer, or the disk is full: try again later
     │   └── UntrustedUpdate      what it answers is not signed, not fresh, or not what was signed
+    ├── IdentityError          a device has no certificate that counts, or is not given one
     ├── ConfigError            the operator's settings or command line
     └── WorkshopError          provisioning could not do what was asked
         ├── SourceError          the checkpoint or the labelled data is missing or unusable
@@ -39,6 +40,7 @@ __all__ = [
     "DeadlineExceeded",
     "Forbidden",
     "GateFailed",
+    "IdentityError",
     "InsufficientMemory",
     "ModelError",
     "NotFound",
@@ -146,6 +148,10 @@ class Unreachable(UpdateError):
 
 class UntrustedUpdate(UpdateError):
     """What the repository answers is not signed, not fresh, or not what was signed."""
+
+
+class IdentityError(ApplianceError):
+    """A device has no certificate that counts, or is not given one."""
 
 
 class ConfigError(ApplianceError):

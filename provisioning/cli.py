@@ -27,7 +27,7 @@ from appliance import __version__
 from models.errors import ApplianceError, ConfigError, WorkshopError
 from models.targets import BACKENDS, BUILD_CHECK
 from models.targets import TARGETS as ENGINE_TARGETS
-from provisioning import command_cli, flash_cli, overlay_cli, publish_cli
+from provisioning import command_cli, enroll_cli, flash_cli, overlay_cli, publish_cli
 
 if TYPE_CHECKING:
     from models.bundle import Accuracy, Agreement, Graph
@@ -44,6 +44,7 @@ _sweep = typer.Typer(no_args_is_help=True, help="Measure a graph over every valu
 app.add_typer(_sweep, name="sweep")
 app.add_typer(publish_cli.app, name="publish")
 app.add_typer(command_cli.app, name="command")
+app.add_typer(enroll_cli.app, name="enroll")
 app.add_typer(flash_cli.app, name="flash")
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True, highlight=False)

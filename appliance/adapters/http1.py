@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
-
-from models.errors import ConfigError
 
 HEAD_LIMIT_BYTES = 64 * 1024
 FRAMING_LIMIT_BYTES = 1024 * 1024
@@ -20,24 +16,6 @@ _JOINED_BYTES = 64 * 1024
 """Pieces of an answer up to this size travel in one segment, at one call of the system instead of three."""
 UNREAD_LIMIT_BYTES = 64 * 1024 * 1024
 """A client that has sent a body of usual size before it looks for the answer still finds it."""
-
-
-def tls_context(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
-    """What TLS needs, from PEM files; None for plain HTTP. Raises ConfigError for files that cannot be used."""
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        context.load_cert_chain(certificate, key, password="")  # one that needs a password is refused, not asked for
-        if client_ca:
-            context.load_verify_locations(client_ca)
-            context.verify_mode = ssl.CERT_OPTIONAL  # who has none may still have a token
-    except OSError as error:
-        files = ", ".join(str(path) for path in (certificate, key, client_ca) if path)
-        msg = f"the TLS files {files} cannot be used ({error}): give PEM files that belong together"
-        raise ConfigError(msg) from error
-    return context
 
 
 class Http1(HttpToolsProtocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import resource
 import shutil
 import tracemalloc
@@ -430,6 +431,77 @@ def test_the_client_has_the_command_line_of_the_public_conformance_suite(
     assert len(list(targets.iterdir())) == 1
     assert tuf.main([*download, "bundles/scale/7.0.0.json", "download"]) == 1
     assert capsys.readouterr().err.endswith("bundles/scale/7.0.0.json is not signed here\n")
+
+
+class Judged:
+    """Our client, called as the suite calls it, and what it asked of the repository."""
+
+    def __init__(self, mirror: Mirror, folder: Path) -> None:
+        self.mirror, self.metadata, self.targets = mirror, folder / "metadata", folder / "targets"
+        self.targets.mkdir(parents=True)
+
+    def run(self, *command: str) -> int:
+        """The exit code of one call."""
+        where = ["--metadata-url", f"{self.mirror.url}/metadata/", "--metadata-dir", str(self.metadata)]
+        to = ["--target-dir", str(self.targets), "--target-base-url", f"{self.mirror.url}/targets/"]
+        return tuf.main([*where, *to, *command])
+
+    def asked(self) -> list[str]:
+        """Paths of requests since the last call."""
+        paths = [path.rpartition("/")[2] for path, _range in self.mirror.asked]
+        self.mirror.asked.clear()
+        return paths
+
+
+def test_as_the_suite_wants_it_an_artifact_is_had_without_a_refresh_before_and_not_twice(
+    mirror: Mirror, tmp_path: Path
+) -> None:
+    mirror.at = None
+    mirror.repository.promote("scale", "1.0.0", "stable")
+    client = Judged(mirror, tmp_path / "client")
+    assert (client.run("init", str(mirror.root)), client.asked()) == (0, [])
+    assert client.run("--target-name", "channels/stable/scale.json", "download") == 0
+    *metadata, artifact = client.asked()
+    assert [re.sub(r"^\d+\.", "", name) for name in metadata] == [
+        *("root.json", "timestamp.json", "snapshot.json", "targets.json")
+    ]
+    assert artifact.endswith(".scale.json")
+    (kept,) = client.targets.rglob("*.json")
+    assert json.loads(kept.read_bytes())["version"] == "1.0.0"
+    assert client.run("--target-name", "channels/stable/scale.json", "download") == 0
+    assert client.asked() == ["2.root.json", "timestamp.json"]
+    roles = ("root", "timestamp", "snapshot", "targets")
+    assert all((client.metadata / f"{role}.json").exists() for role in roles)
+
+
+@pytest.mark.parametrize("damage", ["unsigned", "no version"])
+def test_as_the_suite_wants_it_a_first_root_that_is_none_has_nothing_asked(
+    mirror: Mirror, tmp_path: Path, damage: str
+) -> None:
+    client = Judged(mirror, tmp_path / "client")
+    root = json.loads(mirror.root.read_bytes())
+    if damage == "unsigned":
+        root["signatures"][0]["sig"] = "00" * 64
+    else:
+        del root["signed"]["version"]
+    (tmp_path / "root.json").write_text(json.dumps(root))
+    client.run("init", str(tmp_path / "root.json"))
+    assert (client.run("refresh"), client.asked()) == (1, [])
+
+
+def test_as_the_suite_wants_it_an_expired_timestamp_fails_and_the_one_before_stays(
+    mirror: Mirror, tmp_path: Path
+) -> None:
+    mirror.at = None
+    mirror.repository.refresh()
+    client = Judged(mirror, tmp_path / "client")
+    client.run("init", str(mirror.root))
+    assert client.run("refresh") == 0
+    before = (client.metadata / "timestamp.json").read_bytes()
+    mirror.at = datetime.now(timezone.utc) - timedelta(days=10)
+    mirror.repository.refresh()
+    assert client.run("refresh") == 1
+    assert (client.metadata / "timestamp.json").read_bytes() == before
 
 
 def test_a_threshold_that_no_number_of_keys_can_reach_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""`appliance enroll`: gets this device its certificate, over the network or by files, and renews it.
+
+Works on the state folder, with or without a running daemon, which takes up what changed within half a minute.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from appliance import console
+from models.errors import ApplianceError, ConfigError
+
+if TYPE_CHECKING:
+    from appliance.adapters.identity import Facts
+    from appliance.settings import Settings
+
+# What stands behind the command is imported by it: `appliance --help` must not wait for cryptography.
+
+EPILOG = (
+    "Example: appliance enroll --url https://enrol.example.com:8453 --ca authority.pem --token TOKEN. "
+    "Without options: show the certificate that is there."
+)
+
+
+def enroll(  # noqa: PLR0913, PLR0917 - options of a command
+    url: Annotated[str, typer.Option(help="address of the enrolment service", metavar="URL")] = "",
+    token: Annotated[
+        str,
+        typer.Option(
+            help="token that opens one enrolment; a command line can be read by others on the machine, a variable not",
+            envvar="APPLIANCE_ENROLMENT_TOKEN",
+            metavar="TOKEN",
+        ),
+    ] = "",
+    ca: Annotated[Path | None, typer.Option(help="the fleet's authority (PEM)", metavar="FILE")] = None,
+    fingerprint: Annotated[str, typer.Option(help="or the SHA-256 of its certificate", metavar="HEX")] = "",
+    name: Annotated[str, typer.Option(help="name of this device, where it has none yet", metavar="NAME")] = "",
+    request: Annotated[
+        Path | None, typer.Option(help="without a network: write a certificate request there", metavar="FILE")
+    ] = None,
+    answer: Annotated[
+        Path | None, typer.Option(help="and take the answer to it from there, with --ca", metavar="FILE")
+    ] = None,
+    renew: Annotated[bool, typer.Option("--renew", help="get a new certificate now, by showing the old one")] = False,
+    state_dir: Annotated[Path | None, typer.Option(help="state folder of the daemon", metavar="DIR")] = None,
+    config: Annotated[Path | None, typer.Option(help="settings of the daemon", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Get this device a certificate of its fleet. The private key is made here and never leaves."""
+    from appliance import settings  # noqa: PLC0415 - see the top
+    from appliance.adapters.identity import Identity, authority_of  # noqa: PLC0415
+    from models import schema  # noqa: PLC0415
+    from models.enrolment import Issued  # noqa: PLC0415
+    from models.folder import write_file  # noqa: PLC0415
+
+    if sum(map(bool, (url, request, answer, renew))) > 1:
+        console.fail("choose one of --url, --request, --answer and --renew")
+    flags: dict[str, object] = {} if state_dir is None else {"state_dir": state_dir}
+    flags["identity"] = {"http": False, "mqtt": False}  # they ask for what is only about to come
+    try:
+        told = settings.load(profile="cpu", config=config, flags=flags)
+        identity = Identity(told.identity_files)
+        if request:
+            write_file(request, identity.request(_device_id(told, name)).encode())
+            console.plain().print(f"take {request} to `provision enroll sign`, and its answer to --answer")
+            return
+        if answer:
+            if ca is None:
+                raise ConfigError("whom to trust is not said: give the fleet's authority with --ca FILE")
+            found = identity.accept(schema.load(Issued, json.loads(answer.read_bytes())), ca.read_bytes())
+        elif url:
+            if not token or not (ca or fingerprint):
+                raise ConfigError("give --token, and the authority with --ca FILE or --fingerprint HEX")
+            authority = ca.read_bytes() if ca else authority_of(url, fingerprint)
+            found = identity.enrol(url, token, _device_id(told, name), authority)
+        elif renew:
+            found = identity.renew()
+        else:
+            known = identity.facts()
+            if known is None:
+                raise ConfigError("this device is not enrolled: give --url and --token, or --request FILE")
+            found = known
+    except (ApplianceError, OSError, ValueError) as error:
+        console.fail(str(error))
+    _show(found, as_json)
+
+
+def _device_id(told: Settings, name: str) -> str:
+    """The name that this device has, or is given now; raises ConfigError where it has another."""
+    from appliance.adapters.store import Store  # noqa: PLC0415 - see the top
+    from models.folder import write_file  # noqa: PLC0415
+
+    kept = told.state_dir / "device_id"
+    known = told.device_id or (kept.read_text(errors="replace").strip() if kept.exists() else "")
+    if not known:
+        with closing(Store(told.state_dir)) as store:
+            if name:
+                write_file(kept, name.encode())
+            known = store.device_id()
+    if name not in {"", known}:
+        msg = f"this device is called {known!r} already: leave --name out, or set device_id"
+        raise ConfigError(msg)
+    return known
+
+
+def _show(facts: Facts, as_json: bool) -> None:
+    from appliance.doctor_tls import day  # noqa: PLC0415 - see the top
+
+    if as_json:
+        shown = {"name": facts.name, "valid_from": facts.valid_from, "valid_until": facts.valid_until}
+        print(json.dumps({**shown, "service": facts.service}))
+        return
+    by = f"renewed by {facts.service}" if facts.service else "renewed by hand"
+    console.plain().print(f"{facts.name} has a certificate until {day(facts.valid_until)}, {by}")
