@@ -217,8 +217,9 @@ def _make_engines(
         served = {service.serving(info.name) for info in service.models()}
         return {bundle for bundle in served if bundle.meanwhile}
 
-    async def serve_anew(folder: Path) -> None:
-        await service.swap(await asyncio.to_thread(open_bundle, folder))
+    async def serve_anew(bundle: Bundle) -> None:
+        if bundle.folder:
+            await service.swap(await asyncio.to_thread(open_bundle, bundle.folder), only_for=bundle)
 
     if engines.makes:
         making = asyncio.get_running_loop().create_task(engines.catch_up(served_without, serve_anew))

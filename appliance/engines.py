@@ -31,6 +31,8 @@ log = structlog.get_logger()
 
 COMMAND = (sys.executable, "-I", "-m", "provisioning", "compile")
 MEANWHILE = "its engines are being made"
+_LONGEST_LINE_BYTES = 2**24
+_LONGEST_SAID = 1000
 _END_S = 5.0
 """What compiles has so long to end by itself."""
 _LOOK_S = 10.0
@@ -89,11 +91,12 @@ class Engines:
         await self.make(order.digest, Path(order.bundle))
 
     async def catch_up(
-        self, wanting: Callable[[], Iterable[Bundle]], then: Callable[[Path], Awaitable[object]]
+        self, wanting: Callable[[], Iterable[Bundle]], then: Callable[[Bundle], Awaitable[object]]
     ) -> None:
-        """Make, for ever, the engines of bundles that serve meanwhile without them, and call `then` with its folder.
+        """Make, for ever, the engines of bundles that serve meanwhile without them, and call `then` with each.
 
-        What cannot be made is tried once, and said in `Bundle.meanwhile`.
+        What cannot be made is tried once, and said in `Bundle.meanwhile`. `wanting` is asked again after the engines
+        of one were made: another version may serve by then.
         """
         given_up: set[str] = set()
         while True:
@@ -102,10 +105,11 @@ class Engines:
                     try:
                         if self.missing(bundle.digest, bundle.folder):
                             await self.make(bundle.digest, bundle.folder)
-                        await then(bundle.folder)
+                        if bundle in wanting():
+                            await then(bundle)
                     except InsufficientMemory as error:
                         bundle.meanwhile = f"{MEANWHILE}: {error}"
-                    except ApplianceError as error:
+                    except (ApplianceError, OSError) as error:
                         given_up.add(bundle.digest)
                         bundle.meanwhile = str(error)
                         log.warning("engines_not_made", bundle=str(bundle.folder), reason=str(error))
@@ -132,13 +136,14 @@ class Engines:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
+            limit=_LONGEST_LINE_BYTES,
             env={**os.environ, "XDG_CACHE_HOME": str(self._all.parent / "cache")},
         )
         assert process.stderr  # noqa: S101 - a pipe was asked for
         said = ""
         try:
             while line := await process.stderr.readline():
-                said = line.decode(errors="replace").strip() or said
+                said = line.decode(errors="replace").strip()[-_LONGEST_SAID:] or said
                 if self._doing:
                     self._doing["says"] = said
             status = await process.wait()

@@ -64,6 +64,8 @@ _PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "te
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
+_SLOW = frozenset({"load", "unload"})
+"""Orders that wait until a model is as it should be."""
 _CONFIDENCE_DIGITS = 4
 
 
@@ -326,8 +328,10 @@ class Service:
         """The last requests without what they carried, the newest first, as data for JSON."""
         self.inbox: Inbox | None = None
         """Remembers orders across restarts, and knows whose signature counts; None where none is set up."""
-        self._ordering = asyncio.Lock()
-        self._carried_out = ""
+        self._ordering, self._waiting = asyncio.Lock(), asyncio.Lock()
+        """While orders are written down; while one is carried out that waits for a model."""
+        self._carried_out: dict[str, asyncio.Event] = {}
+        """Id -> set when it has ended."""
         """Id of the order that changes the device now."""
         self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
@@ -368,16 +372,21 @@ class Service:
                 return self._keeper.swap_admission(fresh)
             return (await self._swap(bundle, fresh)).admission
 
-    async def swap(self, fresh: Bundle) -> Swap:
+    async def swap(self, fresh: Bundle, *, only_for: Bundle | None = None) -> Swap:
         """Put `fresh` in the place of the bundle of that name, and return when it serves.
 
         It is loaded, warmed and proven beside the one that serves, where memory allows; then all its names change at
-        once. Requests that wait or run are answered by the version that they came to.
+        once. Requests that wait or run are answered by the version that they came to. With `only_for` nothing but that
+        version is replaced.
         Raises NotFound, InsufficientMemory when it would not fit even alone, NotReady when it cannot be proven; the
         version before then serves on.
         """
         async with self._loading[self._bundle(fresh.name).name]:
-            return await self._swap(self._bundle(fresh.name), fresh)
+            before = self._bundle(fresh.name)
+            if only_for is not None and before is not only_for:
+                msg = f"{before.name} serves another version by now"
+                raise NotReady(msg)
+            return await self._swap(before, fresh)
 
     @contextlib.asynccontextmanager
     async def candidate(self, fresh: Bundle) -> AsyncIterator[Candidate]:
@@ -511,7 +520,8 @@ class Service:
         """Read an order as it came through a door, in an envelope or bare, and carry it out.
 
         `now` is wall time in Unix seconds. `authorized` says that the door knows whoever gives it as an administrator;
-        a signature stands for that, too. Orders that change the device wait for each other.
+        a signature stands for that, too. Orders that change the device are taken one after the other, and those that
+        load or unload a model carried out so; the others do not wait for these.
         """
         if len(payload) > LARGEST_BYTES:
             reason = f"the order has {len(payload)} bytes: {LARGEST_BYTES} are the most that is read"
@@ -529,29 +539,37 @@ class Service:
             return order
         if self.inbox is None or order.command not in CHANGING:
             return await self.execute(order)
-        async with self._ordering:
-            try:
-                return await self._once(order, signer, self.inbox)
-            except (OSError, ConfigError) as error:
-                return CommandResult(order.id, "failed", f"{error}: nothing is done that is not written down")
+        try:
+            return await self._once(order, signer, self.inbox)
+        except (OSError, ConfigError) as error:
+            return CommandResult(order.id, "failed", f"{error}: nothing is done that is not written down")
 
     async def _once(self, order: Command, signer: str, inbox: Inbox) -> CommandResult:
         """Carry out an order that changes the device, unless that was done or begun before."""
-        known = await inbox.known(order, signer)
-        if known:
-            return known
-        await inbox.received(order, signer)
+        while True:
+            if order.id in self._carried_out:  # given twice: the second has the answer of the first
+                await self._carried_out[order.id].wait()
+            async with self._ordering:
+                if order.id in self._carried_out:
+                    continue
+                known = await inbox.known(order, signer)
+                if known:
+                    return known
+                await inbox.received(order, signer)
+                ended = self._carried_out[order.id] = asyncio.Event()
+                break
         log.info("order_taken", id=order.id, command=order.command, signer=signer or None)
-        self._carried_out = order.id
         try:
-            result = await self.execute(order)
+            async with self._waiting if order.command in _SLOW else contextlib.nullcontext():
+                result = await self._execute(order)
             if result.status != "unknown":
                 await inbox.done(order, signer, result)
         except OSError as error:
             reason = f"it was carried out, and what came of it cannot be written down ({error}): look at the state"
             return CommandResult(order.id, "unknown", reason)
         finally:
-            self._carried_out = ""
+            del self._carried_out[order.id]
+            ended.set()
         return result
 
     async def execute(self, command: Command) -> CommandResult:
@@ -584,10 +602,10 @@ class Service:
 
     async def result(self, order_id: str) -> CommandResult:
         """The answer that an order got; raises NotFound when it is not known, NotReady while it is carried out."""
-        if order_id and order_id == self._carried_out:
+        if order_id in self._carried_out:
             msg = f"order {order_id[:100]!r} is being carried out: ask again"
             raise NotReady(msg)
-        found = self._results.get(order_id) or (await self.inbox.answer(order_id) if self.inbox else None)
+        found = (await self.inbox.answer(order_id) if self.inbox else None) or self._results.get(order_id)
         if found is None:
             msg = f"there is no order {order_id[:100]!r}: the last {_REMEMBERED_COMMANDS} are known"
             raise NotFound(msg)

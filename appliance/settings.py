@@ -106,7 +106,7 @@ class Mqtt(_Part):
     spool_bytes: int = Field(
         default=16 * 2**20, ge=2**16, le=2**30, description="what may wait for the broker, in memory and on disk"
     )
-    spool_age_s: float = Field(default=7 * 86400.0, gt=0, description="older telemetry is dropped")
+    spool_age_s: float = Field(default=7 * 86400.0, gt=0, le=10 * 365 * 86400, description="older telemetry is dropped")
     replay_per_s: float = Field(default=50.0, gt=0, le=10_000, description="pace of telemetry after an outage")
 
 

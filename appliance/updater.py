@@ -225,8 +225,7 @@ class Updater:
         """End the work of a step that can be done again."""
         active = self._ledger.active
         if self._working and active and active.at in rules.INTERRUPTIBLE:
-            self._interrupted = True
-            self._working.cancel()
+            self._interrupted = self._working.cancel()
 
     def _want(self) -> None:
         self._looking = True
@@ -281,15 +280,18 @@ class Updater:
 
     async def _obey(self) -> None:
         """Write down what orders have asked for."""
-        if self._paused is not None:
-            paused, self._paused = self._paused, None
-            await self._ledger.learn(replace(self._ledger.facts, paused=paused))
+        await self._note_pause()
         back, aborted = self._wanted_back, self._aborted
         self._wanted_back = self._aborted = None
         for wanted, event in ((back, Event.FAILED), (aborted, Event.ABORTED)):
             if wanted:
                 number, reason = wanted
                 await self._ledger.note(rules.after(self._ledger.of(number), event, self._now().wall, reason=reason))
+
+    async def _note_pause(self) -> None:
+        if self._paused is not None:
+            paused, self._paused = self._paused, None
+            await self._ledger.learn(replace(self._ledger.facts, paused=paused))
 
     async def _accepted(self) -> Accepted:
         """Fresh signed metadata; raises UntrustedUpdate also while the clock is not believed."""
@@ -426,7 +428,8 @@ class Updater:
             event, judged = error.event, Judged(str(error))
         except ApplianceError as error:
             event, judged = Event.FAILED, Judged(str(error))
-        self._working, self._interrupted, self._share = None, False, None
+        finally:
+            self._working, self._interrupted, self._share = None, False, None
         if (begun.at, event) not in rules.TABLE:  # this step cannot be put off
             event = Event.FAILED
         ended = rules.after(begun, event, self._now().wall, reason=judged.reason, figures=judged.figures)
@@ -525,6 +528,9 @@ class Updater:
         faulty = 0
         until, self._share = time.monotonic() + self._config.trial_s, _elapsed(self._config.trial_s)
         while True:
+            await self._note_pause()  # a trial is long, and a restart must not forget it
+            if self._service.serving(name).digest != deployment.digest:
+                return Judged("another version was put in its place")
             if self._wanted_back and self._wanted_back[0] == deployment.id:
                 (_number, reason), self._wanted_back = self._wanted_back, None
                 raise NotReady(reason)

@@ -133,8 +133,12 @@ class Journal:
 
     def _order(self, order_id: str, signer: str) -> tuple[Entry | None, int]:
         asked = "SELECT sequence FROM signers WHERE name = ?"
-        sequences = [sequence for (sequence,) in self._database.execute(asked, (signer,))]
-        entries = self._all(Entry, "SELECT document FROM orders WHERE id = ?", order_id)
+        try:
+            sequences = [sequence for (sequence,) in self._database.execute(asked, (signer,))]
+            entries = self._all(Entry, "SELECT document FROM orders WHERE id = ?", order_id)
+        except sqlite3.Error as error:
+            msg = f"the journal cannot be read ({error})"
+            raise OSError(msg) from error
         return next(iter(entries), None), max(sequences, default=0)
 
     def _keep_order(self, entry: Entry) -> None:

@@ -46,6 +46,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from appliance.adapters.telemetry import Telemetry, ended_deployments
+from appliance.core.command import CommandResult
 from appliance.core.outbox import Kind, Publication, Reconnect
 from appliance.service import InferRequest, InferResponse, Service, documents
 
@@ -279,7 +280,11 @@ class Mqtt:
 
     async def _answer(self, delivery: _Delivery) -> None:
         message, properties = delivery.message, delivery.message.properties
-        result = await self._service.order(bytes(message.payload), now=self._now(), retained=message.retain)
+        try:
+            result = await self._service.order(bytes(message.payload), now=self._now(), retained=message.retain)
+        except Exception as error:  # not acknowledged, it would come again for ever, and keep all others waiting
+            log.exception("order_fault")
+            result = CommandResult("", "failed", f"a fault of the appliance itself ({error}): see its log")
         reply_to = getattr(properties, "ResponseTopic", "")
         topic = reply_to if self._may_answer_on(reply_to) else f"{self._prefix}/cmd/result"
         correlation = getattr(properties, "CorrelationData", None)

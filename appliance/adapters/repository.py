@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TypeAlias, cast
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
@@ -138,10 +138,15 @@ class Fetcher(FetcherInterface):
         parts = urlsplit(url)
         proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
         if proxy not in self._pools:
-            self._pools[proxy] = (
-                urllib3.ProxyManager(proxy, maxsize=_PARALLEL) if proxy else urllib3.PoolManager(maxsize=_PARALLEL)
-            )
+            self._pools[proxy] = _through(proxy) if proxy else urllib3.PoolManager(maxsize=_PARALLEL)
         return self._pools[proxy]
+
+
+def _through(proxy: str) -> urllib3.PoolManager:
+    """Connections through a proxy, whose address may carry a user and a password."""
+    user = urllib3.util.parse_url(proxy).auth
+    headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
+    return urllib3.ProxyManager(proxy, maxsize=_PARALLEL, proxy_headers=headers)
 
 
 class Repository:

@@ -29,6 +29,8 @@ CREATE TABLE IF NOT EXISTS publications
      correlation BLOB);
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+_AGE_S = 60.0
+"""Ages are days, and to look at each takes long: it is done no more often."""
 _COMMIT_S, _RETRY_S = 1.0, 30.0
 """From a change to its commit; and after one that failed, as on a full disk."""
 _ENTRIES = "SELECT number, kind, topic, payload, at, correlation FROM publications ORDER BY number"
@@ -47,6 +49,7 @@ class Spool:
         self._gone: set[int] = set()
         """Numbers of what is on disk and must not be."""
         self._when_safe: dict[int, Callable[[], None]] = {}
+        self._aged_at = 0.0
         self.commits = self.refused = 0
         self.problem = ""
         """Why nothing is kept on disk; empty while it is."""
@@ -79,7 +82,10 @@ class Spool:
             publication = Publication(self._number, kind, topic, payload, at, correlation)
             self._when_safe[publication.number] = when_safe
             self._unwritten[publication.number] = publication
-            self._forget([*self._outbox.put(publication), *self._outbox.aged(at)])
+            self._forget(self._outbox.put(publication))
+            if not 0 <= at - self._aged_at < _AGE_S:
+                self._aged_at = at
+                self._forget(self._outbox.aged(at))
         self._changed.set()
 
     def take(self, now: float, window: int) -> list[Publication]:

@@ -115,7 +115,11 @@ def _refusal(command: Command, *, device_id: str, now: float, retained: bool) ->
 
 def _unsigned(command: Command, *, authorized: bool, signer: str) -> str:
     """Why an order may not change the device, if it would and may not."""
-    if command.command not in CHANGING or (authorized and not signer):
+    if command.command not in CHANGING:
+        return ""
+    if command.sequence >= 2**63:
+        return "the sequence is above all that can be kept: give a smaller one"
+    if authorized and not signer:
         return ""
     if not signer:
         return f"order {command.command!r} changes the device: sign it with `provision command sign`"
@@ -123,7 +127,7 @@ def _unsigned(command: Command, *, authorized: bool, signer: str) -> str:
         return "a signed order names its device: sign it with --device"
     if command.expires_at is None:
         return "a signed order expires: sign it with --expires-in-s"
-    if not 0 < command.sequence < 2**63:
+    if command.sequence <= 0:
         return "a signed order has a sequence above 0: sign it with --sequence, or leave that out"
     return ""
 

@@ -162,12 +162,12 @@ class Outbox:
 
     def _trimmed(self) -> list[int]:
         dropped = []
-        for number in list(self._waiting[Kind.TELEMETRY]) if self.size_bytes > self._rules.most_bytes else ():
-            if self.size_bytes <= self._rules.most_bytes:
-                break
-            if number not in self._in_flight:  # the broker may have it already
-                self._remove(number)
-                dropped.append(number)
+        free = (number for number in self._waiting[Kind.TELEMETRY] if number not in self._in_flight)  # the broker may
+        while self.size_bytes > self._rules.most_bytes and (number := next(free, None)) is not None:  # have the others
+            dropped.append(number)
+            self.size_bytes -= self._waiting[Kind.TELEMETRY][number].size_bytes
+        for number in dropped:
+            del self._waiting[Kind.TELEMETRY][number]
         self.dropped["full"] += len(dropped)
         return dropped
 

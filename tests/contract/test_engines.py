@@ -139,10 +139,10 @@ def test_a_bundle_serves_degraded_until_its_engines_are_made_and_says_so_when_th
     def wanting() -> list[Bundle]:
         return [bundle for bundle in [service.serving("null")] if bundle.meanwhile]
 
-    async def then(_folder: Path) -> None:
+    async def then(bundle: Bundle) -> None:
         fresh = provisional(tmp_path / "null.json")
         fresh.meanwhile = ""
-        await service.swap(fresh)
+        await service.swap(fresh, only_for=bundle)
 
     async def scenario() -> None:
         service.start()
@@ -157,3 +157,21 @@ def test_a_bundle_serves_degraded_until_its_engines_are_made_and_says_so_when_th
         await service.stop(5)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_version_that_was_replaced_while_its_engines_were_made_does_not_come_back(tmp_path: Path) -> None:
+    engines, bundle = engines_of(tmp_path, Room()), provisional(tmp_path / "null.json")
+    asked = iter([[bundle]])  # and nobody serves without engines when it asks again
+    taken: list[Bundle] = []
+
+    async def then(one: Bundle) -> None:
+        taken.append(one)
+
+    async def scenario() -> None:
+        making = asyncio.ensure_future(engines.catch_up(lambda: next(asked, []), then))
+        while engines.missing(DIGEST, tmp_path / "slot") or engines.status():  # noqa: ASYNC110 - another process's doing
+            await asyncio.sleep(0.01)
+        making.cancel()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+    assert taken == []

@@ -89,7 +89,7 @@ class MemoryService:
             self._loaded[bundle] = True
         return admission
 
-    async def swap(self, fresh: Bundle) -> Swap:
+    async def swap(self, fresh: Bundle, *, only_for: Bundle | None = None) -> Swap:  # noqa: ARG002
         """There is one version of each model; raises NotFound, NotReady."""
         name = self.model(fresh.name).name
         msg = f"{name} stays at version 1.0: it is made of memory"

@@ -260,3 +260,33 @@ def test_orders_for_the_same_effect_wait_for_each_other_and_status_for_none(devi
         assert await first == await second == CommandResult("load", "done", result={"order": "load"})
 
     asyncio.run(both())
+
+
+def test_what_steers_an_update_does_not_wait_for_a_model_that_is_loaded(device: Device) -> None:
+    loaded = asyncio.Event()
+
+    async def load(_order: Command) -> dict[str, Any]:
+        await loaded.wait()
+        return {"fits": True}
+
+    async def scenario() -> tuple[CommandResult, ...]:
+        def give(order: dict[str, Any]) -> asyncio.Future[CommandResult]:
+            return asyncio.ensure_future(device.service.order(json.dumps(signed(**order)).encode(), now=NOW))
+
+        device.service.orders["load"] = load
+        loading = give({"id": "1", "command": "load", "sequence": 5, "args": {"name": "m"}})
+        again = give({"id": "1", "command": "load", "sequence": 5, "args": {"name": "m"}})
+        steering = await asyncio.wait_for(give({"id": "2", "command": "update", "sequence": 6}), 30)
+        loaded.set()
+        return steering, await loading, await again
+
+    steering, first, again = asyncio.run(scenario())
+    assert (steering.status, first.status, device.done) == ("done", "done", ["2"])
+    assert again == first
+
+
+def test_an_id_that_a_question_had_before_does_not_keep_an_order_from_its_effect(device: Device) -> None:
+    question = {"id": "1", "device_id": "d1", "command": "status"}
+    assert device.take(question).status == "done"
+    assert device.take(signed()).result == {"deployment": 1}
+    assert device.done == ["1"]
