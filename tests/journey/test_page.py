@@ -180,7 +180,7 @@ def test_an_update_is_shown_while_it_is_under_way_with_the_gates_that_it_has_pas
             APPLIANCE_UPDATE__ROOT=str(mirror.root),
             APPLIANCE_UPDATE__RESERVE_BYTES="0",
             APPLIANCE_UPDATE__SHADOW_REQUESTS="0",
-            APPLIANCE_UPDATE__TRIAL_S="8",
+            APPLIANCE_UPDATE__TRIAL_S="30",
         )
         daemon.wait_serving().wait_ready()
         with opened(chromium, daemon.url, viewport=PHONE) as page:
@@ -192,6 +192,6 @@ def test_an_update_is_shown_while_it_is_under_way_with_the_gates_that_it_has_pas
             until(page, "/memory passed[^]*latency passed/.test(gates.innerText)")
             until(page, "/scale 2.0.0[^]*trial, /.test(models.innerText)")
             assert page.evaluate(NARROW) == 0
-            until(page, "/scale 2.0.0: good/.test(gates.innerText)", 60)
+            until(page, "/scale 2.0.0: good/.test(gates.innerText)", 90)
             until(page, "/good, [0-9a-f]{12}/.test(models.innerText)")
         daemon.stop()

@@ -194,7 +194,7 @@ def test_a_version_that_is_slower_on_live_requests_is_taken_back_by_itself_and_n
 ) -> None:
     one = tiny.scale_bundle(tmp_path / "v1", 1, null=True, delay_s=0.002)
     two = tiny.scale_bundle(tmp_path / "v2", 2, null=True, delay_s=0.15)
-    daemon = follow(start_daemon, mirror, one, LATENCY_RATIO="100", TRIAL_RATIO="1", TRIAL_S="2.5")
+    daemon = follow(start_daemon, mirror, one, LATENCY_RATIO="100", TRIAL_RATIO="1", TRIAL_S="6")
     with traffic(daemon) as seen:
         eventually(lambda: seen["1.0.0"] > 100, "it is known how fast the version before is")
         mirror.add(two)
@@ -214,7 +214,7 @@ def test_an_operator_sees_how_far_an_update_is_and_takes_it_back_by_hand_while_r
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
     one, two = (tiny.scale_bundle(tmp_path / f"v{n}", n, null=True) for n in (1, 2))
-    daemon = follow(start_daemon, mirror, one, TRIAL_S="4")
+    daemon = follow(start_daemon, mirror, one, TRIAL_S="15")
     env = {"APPLIANCE_URL": daemon.url, "APPLIANCE_TOKEN": daemon.token("admin")}
     with traffic(daemon) as seen:
         mirror.add(two)
