@@ -317,6 +317,10 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
         raise ConfigError(_explain(error)) from error
     settings = _with_identity(settings)
     _refuse_open_door(settings.http)
+    if "@" in settings.update.url.partition("//")[2].partition("/")[0]:
+        raise ConfigError(
+            "update.url has a user or a password in it, which updates do not send and everybody sees: leave them out"
+        )
     if settings.update.url and settings.update.root is None:
         raise ConfigError(
             "update.url is set and nothing says whom to trust: set update.root to the repository's root.json"

@@ -30,6 +30,7 @@ _FACTS = ("/etc/os-release", "/etc/nv_tegra_release", "/proc/device-tree/model",
           "/proc/swaps", "/proc/loadavg", "/proc/pressure/memory", "/proc/mounts")  # fmt: skip
 _JOURNAL = ("journalctl", "--unit=appliance", "--lines=5000", "--output=cat", "--no-pager")
 _SECRET = re.compile(r"(?i)password|secret|token|passphrase")
+_USER = re.compile(r"://[^/@\s]*@")
 _REMOVED = "(removed)"
 
 
@@ -40,19 +41,19 @@ def collect(http: httpx.Client, told: Settings | None) -> tuple[dict[str, bytes]
     for name, path in _ANSWERS.items():
         answer = _answer(http, path)
         if isinstance(answer, bytes):
-            parts[name] = answer
+            parts[name] = _cleaned(answer) if name.endswith(".json") else answer
         else:
             left_out[name] = answer
     if told:
         parts["settings.json"] = json.dumps(without_secrets(told.model_dump(mode="json")), indent=1).encode()
         for flight in sorted((told.state_dir / FLIGHTS).glob("*.json")):
-            parts[f"{FLIGHTS}/{flight.name}"] = flight.read_bytes()
+            parts[f"{FLIGHTS}/{flight.name}"] = _cleaned(flight.read_bytes())
     else:
         left_out["settings.json"] = "they cannot be read"
     parts["host.txt"] = "\n".join(f"==> {path}\n{_text(path)}" for path in ("uname", *_FACTS)).encode()
     try:
         log = subprocess.run(_JOURNAL, capture_output=True, timeout=60, check=True)  # noqa: S603 - a fixed command
-        parts["journal.jsonl"] = log.stdout
+        parts["journal.jsonl"] = b"".join(_cleaned(line) + b"\n" for line in log.stdout.splitlines())
     except (OSError, subprocess.SubprocessError) as error:
         left_out["journal.jsonl"] = str(error)
     return parts, left_out
@@ -66,7 +67,15 @@ def without_secrets(value: Any) -> Any:  # noqa: ANN401 - JSON
         }
     if isinstance(value, list):
         return [without_secrets(inner) for inner in value]
-    return re.sub(r"://[^/@\s]*@", "://", value) if isinstance(value, str) else value
+    return _USER.sub("://", value) if isinstance(value, str) else value
+
+
+def _cleaned(content: bytes) -> bytes:
+    """JSON without secrets; of other text only the addresses are cleaned."""
+    try:
+        return json.dumps(without_secrets(json.loads(content)), ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return _USER.sub("://", content.decode(errors="replace")).encode()
 
 
 def write(out: Path | None, parts: Mapping[str, bytes], left_out: Mapping[str, str], now: float) -> Path:

@@ -193,6 +193,13 @@ def test_a_password_is_not_printed_with_the_settings(file: Path) -> None:
     assert "hunter2" not in repr(config)
 
 
+def test_an_address_of_updates_with_a_password_in_it_is_refused_without_repeating_it(file: Path) -> None:
+    said = refusal(file, "[update]\nurl = 'https://me:hunter2@updates.example/press'\nroot = 'root.json'")
+    assert said.startswith("update.url has a user or a password in it")
+    assert "hunter2" not in said
+    assert load(file, "[update]\nurl = 'https://updates.example/a@b'\nroot = 'root.json'").update.url.endswith("a@b")
+
+
 def test_settings_cannot_be_changed_after_the_start(file: Path) -> None:
     with pytest.raises(ValueError, match="frozen"):
         load(file).http.port = 1
