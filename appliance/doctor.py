@@ -30,7 +30,7 @@ from appliance.doctor_tls import checks as tls_checks
 from appliance.runtime import machine
 from appliance.runtime.tensorrt import installed
 from appliance.settings import Settings
-from models.engine import ENGINES, Passport
+from models.engine import ENGINES, PASSPORT, Passport
 from models.errors import BundleError
 
 _LEAST_PYTHON = (3, 10)
@@ -55,6 +55,7 @@ _IMPORT = (
 )
 _LEAST_FREE_BYTES, _FREE_BYTES = 256 * 2**20, 2 * 2**30
 _CONNECT_S = 3.0
+_IMPORT_S = 120
 _RENEW_S = 14 * DAY_S
 _WORN_PERCENT = 90
 _SECOND_SLOT_BYTES = 4 * 2**30
@@ -161,17 +162,27 @@ def tensorrt(l4t: str, is_there: bool, *, wanted: str) -> Check:
 
 
 def engines(here: Here, folders: Sequence[Path]) -> Check:
-    """Whether each compiled engine has a passport that fits its plan and, on a Jetson, this machine."""
-    paths = [path for folder in folders for path in sorted((folder / ENGINES).glob("**/*.passport.json"))]
+    """Whether each compiled engine has a passport that fits its plan and, on a Jetson, one of each graph fits it."""
+    paths = [path for folder in folders for path in sorted((folder / ENGINES).glob(f"**/*{PASSPORT}"))]
     l4t, module = here.l4t, machine.module(here.text("proc/device-tree/model"))
+    fitting: set[str] = set()
+    others: dict[str, str] = {}  # graph -> why an engine is for another machine, which the runtime passes over
     try:
         for path in paths:
             passport = Passport.from_bytes(path.read_bytes(), str(path))
-            passport.check_plan(path.with_name(path.name.removesuffix(".passport.json") + ".plan").read_bytes())
-            if l4t:
-                passport.check(passport.graph_sha256, replace(passport.valid_for, l4t=l4t, module=module))
+            passport.check_plan(path.with_name(path.name.removesuffix(PASSPORT) + ".plan").read_bytes())
+            graph = passport.graph_sha256
+            try:
+                if l4t:
+                    passport.check(graph, replace(passport.valid_for, l4t=l4t, module=module))
+                fitting.add(graph)
+            except BundleError as error:
+                others[graph] = str(error)
+        reason = next((why for graph, why in others.items() if graph not in fitting), "")
     except (BundleError, OSError) as error:
-        return Check("engines", "fail", str(error), "compile again on this device: provision compile BUNDLE")
+        reason = str(error)
+    if reason:
+        return Check("engines", "fail", reason, "compile again on this device: provision compile BUNDLE")
     if not paths:
         return Check("engines", "skip", "there are no compiled engines")
     return Check("engines", "ok", f"{len(paths)} engines fit their passports")
@@ -358,8 +369,8 @@ def broker(address: str, port: int) -> Check:
         return Check("broker", "skip", "none is configured (mqtt.host)")
     try:
         socket.create_connection((address, port), _CONNECT_S).close()
-    except OSError as error:
-        why = f"{address}:{port} does not answer ({error.strerror or error})"
+    except (OSError, ValueError) as error:  # ValueError: what is no host name at all
+        why = f"{address}:{port} does not answer ({getattr(error, 'strerror', None) or error})"
         return Check("broker", "fail", why, "check mqtt.host, the network and the firewall")
     return Check("broker", "ok", f"{address}:{port} takes connections")
 
@@ -368,14 +379,15 @@ def upstream(url: str, now: float) -> Check:
     """Whether the repository of updates answers, and its certificate is believed."""
     if not url:
         return Check("upstream", "skip", "none is configured (update.url)")
-    where, url = urlsplit(url), re.sub("//[^/@]*@", "//", url)  # what it says may be sent to strangers
-    if where.scheme == "https":
-        shaken = check_tls("upstream", where.hostname or "", where.port or 443, Trust(), now)
-        if shaken.verdict != "ok":
-            return shaken
+    asked, url = url, re.sub("//[^/@]*@", "//", url)  # what it says may be sent to strangers
     try:
-        answer = httpx.head(where.geturl(), timeout=_CONNECT_S, follow_redirects=True)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        where = urlsplit(asked)
+        if where.scheme == "https":
+            shaken = check_tls("upstream", where.hostname or "", where.port or 443, Trust(), now)
+            if shaken.verdict != "ok":
+                return shaken
+        answer = httpx.head(asked, timeout=_CONNECT_S, follow_redirects=True)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: no port, or no host name
         return Check("upstream", "fail", f"{url} does not answer ({error})", "check update.url and the network")
     return Check("upstream", "ok", f"{url} answers (HTTP {answer.status_code})")
 
@@ -396,7 +408,10 @@ def daemon(status: Mapping[str, Any] | None) -> Check:
 def imported() -> tuple[str, str]:
     """Load every library in a process of its own, which a broken wheel may take with it."""
     command = [sys.executable, "-c", _IMPORT, *_LIBRARIES]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)  # noqa: S603 - ourselves
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S, check=False)  # noqa: S603 - ours
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(), f"it did not end within {_IMPORT_S} s"
     why = ended.stderr.strip().splitlines()[-1:] or [f"it ended with {ended.returncode}"]
     return ended.stdout, why[0] if ended.returncode else ""
 

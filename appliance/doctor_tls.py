@@ -161,7 +161,7 @@ def _shake(
     peer: Certificate | None = None
     try:
         plain = socket.create_connection((host, port), _ANSWER_S)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: what is no host name at all
         return "unreachable", 0, _words(error), None
     try:
         with context.wrap_socket(plain, server_hostname=host) as tls:
@@ -182,7 +182,7 @@ def _shake(
         if "ALERT" in reason:
             return "refused", 0, reason, peer
         return ("plain" if reason in _PLAIN else "other"), 0, reason or _words(error), peer
-    except OSError as error:
+    except (OSError, ValueError) as error:
         return "other", 0, _words(error), peer
     finally:
         plain.close()

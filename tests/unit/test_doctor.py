@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from appliance import doctor, settings
 from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor import Here
-from appliance.doctor_tls import Check, read_certificates
+from appliance.doctor_tls import Check, Trust, check_tls, read_certificates
 from models.bundle import Blob
 from models.engine import NEVER, Passport, Target
 
@@ -161,6 +162,11 @@ def test_an_engine_of_another_release_or_with_a_turned_byte_is_found(tmp_path: P
     check = doctor.engines(here, bundle)
     assert verdicts(check) == ["fail"]
     assert "36.5.0" in check.reason
+    beside = tmp_path / "bundle" / "engines" / "zz-this-one"
+    shutil.copytree(folder, beside)
+    (beside / "rec.passport.json").write_bytes(passport.to_bytes())
+    assert verdicts(doctor.engines(here, bundle)) == ["ok"]  # the runtime takes the one that fits
+    shutil.rmtree(beside)
     assert verdicts(doctor.engines(tree(tmp_path / "pc"), bundle)) == ["ok"]
     (folder / "rec.plan").write_bytes(b"plam")
     assert verdicts(doctor.engines(tree(tmp_path / "pc"), bundle)) == ["fail"]
@@ -264,6 +270,19 @@ def test_a_broker_is_called_and_an_upstream_is_asked() -> None:
     assert verdicts(doctor.upstream(f"http://127.0.0.1:{port}/", NOW), doctor.upstream("", NOW)) == ["fail", "skip"]
     assert "secret" not in str(doctor.upstream(f"http://me:secret@127.0.0.1:{port}/", NOW))
     assert verdicts(doctor.upstream(f"https://127.0.0.1:{port}/", NOW)) == ["fail"]
+
+
+def test_what_is_no_address_at_all_is_a_finding() -> None:
+    for url in ("https://example.com:port/", "https://.x/", "http://.x/", "http://[::1/"):
+        assert verdicts(doctor.upstream(url, NOW)) == ["fail"]
+    assert verdicts(doctor.broker(".x", 1883), check_tls("broker tls", ".x", 8883, Trust(), NOW)) == ["fail", "fail"]
+
+
+def test_libraries_that_never_end_loading_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_IMPORT", "import time; print('numpy', flush=True); time.sleep(60)")
+    monkeypatch.setattr(doctor, "_IMPORT_S", 0.5)
+    check = doctor.libraries(*doctor.imported())
+    assert (check.verdict, "did not end within" in check.reason) == ("fail", True)
 
 
 # All of it
