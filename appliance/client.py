@@ -83,7 +83,7 @@ class Client:
 
         A thread reads frames as they come and keeps one: whatever came while an answer was waited for is dropped, so
         answers never lag behind the camera. While the daemon is not there or has no time, frames are dropped too.
-        Frames travel as JPEG of `quality`. `capture` belongs to this iterator until it ends.
+        Frames travel as JPEG of `quality`. `capture` belongs to this iterator until it ends; what it raises is raised.
         """
         import cv2  # noqa: PLC0415 - cameras that send files need none
 
@@ -112,14 +112,17 @@ class _Latest:
         self._capture, self._changed = capture, threading.Condition()
         self._frame: Array | None = None
         self._ended = False
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._read, name="frames", daemon=True)
         self._thread.start()
 
     def take(self) -> Array | None:
-        """The newest frame that was not taken yet, waited for; None after the last."""
+        """The newest frame that was not taken yet, waited for; None after the last. Raises what the capture raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._frame is not None)
             frame, self._frame = self._frame, None
+            if frame is None and self._error:
+                raise self._error
             return frame
 
     def stop(self) -> None:
@@ -129,11 +132,17 @@ class _Latest:
 
     def _read(self) -> None:
         there = True
-        while there and not self._ended:
-            there, frame = self._capture.read()
+        try:
+            while there and not self._ended:
+                there, frame = self._capture.read()
+                with self._changed:
+                    self._frame = frame if there else self._frame
+                    self._changed.notify()
+        except Exception as error:  # whoever takes is told
+            self._error = error
+        finally:
             with self._changed:
-                self._frame = frame if there else self._frame
-                self._ended |= not there
+                self._ended = True
                 self._changed.notify()
 
 
