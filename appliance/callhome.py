@@ -86,11 +86,13 @@ class CallHome:
     def tell(self, report: Report) -> Reply | None:
         """Tell the first workshop that answers; None when none does, or none that knows the nonce."""
         content = json.dumps(schema.dump(report)).encode()
-        headers = {PROOF: report_proof(self._ticket.nonce, content), "content-type": "application/json"}
+        asked = report_proof(self._ticket.nonce, content)
+        headers = {PROOF: asked, "content-type": "application/json"}
         for url in self._ticket.urls:
             with contextlib.suppress(httpx.HTTPError, ValueError):
                 response = httpx.post(url, content=content, headers=headers, timeout=_ASK_S, trust_env=False)
-                if proves(response.headers.get(PROOF, ""), reply_proof(self._ticket.nonce, response.content)):
+                wanted = reply_proof(self._ticket.nonce, response.content, asked)
+                if proves(response.headers.get(PROOF, ""), wanted):
                     return schema.load(Reply, response.json())
         return None
 

@@ -1,8 +1,8 @@
 """How a freshly flashed board calls home, as the workshop asks it to and the board does. Pure.
 
 The ticket lies in the image, so whoever knows its nonce runs this image. The nonce never travels: a report, and the
-reply to it, carry a proof (HMAC-SHA256) that was made with it. One image goes to many boards; what tells them apart is
-the serial number of their module.
+reply to it, carry a proof (HMAC-SHA256) that was made with it; that of a reply counts for one report only. One image
+goes to many boards; what tells them apart is the serial number of their module.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def report_proof(nonce: str, content: bytes) -> str:
     return _proof(nonce, b"report", content)
 
 
-def reply_proof(nonce: str, content: bytes) -> str:
-    """What the workshop sends beside its reply."""
-    return _proof(nonce, b"reply", content)
+def reply_proof(nonce: str, content: bytes, asked: str) -> str:
+    """What the workshop sends beside its reply to the report whose proof is `asked`."""
+    return _proof(nonce, b"reply\0" + asked.encode(), content)
 
 
 def proves(proof: str, wanted: str) -> bool:

@@ -144,9 +144,9 @@ class Home:
         reply = Reply(not failure, f"{failure.what}: {failure.remedy}" if failure else "", key)
         return json.dumps(schema.dump(reply)).encode()
 
-    def reply_proof(self, content: bytes) -> str:
-        """What shows a board that a reply is ours."""
-        return reply_proof(self._ticket.nonce, content)
+    def reply_proof(self, content: bytes, asked: str) -> str:
+        """What shows a board that a reply is ours, and to its report, whose proof is `asked`."""
+        return reply_proof(self._ticket.nonce, content, asked)
 
 
 @contextlib.contextmanager
@@ -161,14 +161,15 @@ def listening(home: Home, host: str, port: int) -> Iterator[int]:
             if not length.isdigit() or int(length) > _MOST_BYTES:
                 self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
                 return
-            reply = home.take(self.rfile.read(int(length)), self.headers.get(PROOF, ""))
+            asked = self.headers.get(PROOF, "")
+            reply = home.take(self.rfile.read(int(length)), asked)
             if reply is None:
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             self.send_response(HTTPStatus.OK)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(reply)))
-            self.send_header(PROOF, home.reply_proof(reply))
+            self.send_header(PROOF, home.reply_proof(reply, asked))
             self.end_headers()
             self.wfile.write(reply)
 

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from support.flashing import ARMED, RELEASE, RIGHT, Bench
 
 from models import schema
-from models.callhome import Report, report_proof
+from models.callhome import Report, reply_proof, report_proof
 from models.errors import ConfigError, WorkshopError
 from models.folder import BundleFolder
 from provisioning.flash import failures, home, inventory
@@ -147,6 +147,11 @@ def test_an_old_system_that_does_not_know_the_nonce_of_this_run_is_not_heard(ben
     assert caller.call(nonce="00" * 32) is None
     assert caller.home.take(b"not even JSON", report_proof(caller.ticket.nonce, b"not even JSON")) is None
     assert caller.home.heard() == {}
+
+
+def test_the_reply_to_one_board_proves_nothing_to_another() -> None:
+    one, other = (reply_proof("00" * 32, b"welcome", report_proof("00" * 32, serial)) for serial in (b"1", b"2"))
+    assert one != other
 
 
 def test_a_board_that_is_not_good_is_told_why_and_gets_no_key(bench: Bench) -> None:
