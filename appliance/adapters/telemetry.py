@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from typing import Any
 
@@ -9,6 +10,7 @@ import orjson
 
 from appliance.core.gates import Tally, p95
 from appliance.service import Outcome, Service
+from models.errors import NotFound
 
 
 class Telemetry:
@@ -48,7 +50,10 @@ class Telemetry:
         }
 
     def _observe(self, outcome: Outcome) -> None:
-        self._tallies[outcome.model].count(outcome.seconds, outcome.error)
+        name = outcome.model
+        with contextlib.suppress(NotFound):  # it is no bundle and no graph of one
+            name = self._service.serving(name).name
+        self._tallies[name].count(outcome.seconds, outcome.error)
 
 
 def ended_deployments(service: Service, reported: str) -> tuple[list[dict[str, Any]], str]:

@@ -6,6 +6,7 @@ import ast
 import json
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from appliance.adapters import mqtt
 from appliance.adapters.telemetry import Telemetry
 from appliance.core import deployment
 from appliance.core.command import COMMANDS, LONGEST_ID, Command, CommandResult
+from appliance.service import Outcome
 from models.orders import PAYLOAD_TYPE
 
 pytestmark = pytest.mark.unit
@@ -73,6 +75,18 @@ def test_telemetry_has_the_keys_that_it_says() -> None:
     assert set(document) == set(SCHEMAS["telemetry"]["properties"])
     model = SCHEMAS["telemetry"]["properties"]["models"]["items"]
     assert set(document["models"][0]) == set(model["properties"])
+
+
+def test_telemetry_counts_requests_by_the_name_that_a_bundle_is_listed_under(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = MemoryService()
+    telemetry = Telemetry(service)  # type: ignore[arg-type] # its double
+    bundle = SimpleNamespace(name="reader")
+    monkeypatch.setattr(service, "serving", {"reader.det": bundle, "reader": bundle}.__getitem__)
+    for observer in service.observers:
+        observer(Outcome("reader.det", "1.0", 0.02))
+        observer(Outcome("reader", "1.0", 0.02))
+    told = {model["name"]: model["requests"] for model in telemetry.document(1.0, 2)["models"]}
+    assert told["reader"] == 2
 
 
 def test_a_report_of_a_deployment_has_the_keys_that_it_says() -> None:
