@@ -61,14 +61,23 @@ def named(labels: Sequence[str], classes: int) -> Sequence[str]:
     return labels
 
 
+def check_finite(values: Array) -> None:
+    """Raise ModelError when a graph has answered with NaN or infinity."""
+    if not np.isfinite(values).all():
+        raise ModelError("the graph answers with NaN or infinity: build the bundle again, with a higher precision")
+
+
 def probabilities(scores: Array) -> Array:
     """Probability of each class, FP32 [N, K], of scores [N, K] or [N, K, 1, 1].
 
     Rows that are no probabilities (below zero, or with another sum than one) are taken for logits.
+    Raises ModelError when the largest of a row is not finite.
     """
     scores_NK = scores.reshape(len(scores), -1).astype(np.float32)
+    largest_N = scores_NK.max(axis=1)
+    check_finite(largest_N)
     sums = scores_NK.sum(axis=1)
     if scores_NK.min(initial=0.0) >= 0 and np.all(np.abs(sums - 1) < _SUM):
         return scores_NK
-    shares = np.exp(scores_NK - scores_NK.max(axis=1, keepdims=True))
+    shares = np.exp(scores_NK - largest_N[:, None])
     return np.asarray(shares / shares.sum(axis=1, keepdims=True))

@@ -24,7 +24,7 @@ import numpy as np
 from models.errors import BundleError, ModelError
 from models.spec import Array
 from models.tasks import Run, fit
-from models.tasks.classification import named
+from models.tasks.classification import check_finite, named
 from models.tasks.lines import load_settings
 
 HEADS = ("yolov5", "yolov8", "yolox")
@@ -33,6 +33,8 @@ _BOX, _OBJECTNESS = 4, 5
 """Numbers of a candidate before its objectness, and before its classes."""
 _AXES = 3
 """Of an output: batch, candidates, numbers."""
+_MOST_CANDIDATES = 3000
+"""The surest, which are compared with each other: the time that takes grows with their square."""
 _LARGEST_LOG = 10.0
 """A size above that, in logarithms of a stride, is larger than any picture."""
 
@@ -119,14 +121,19 @@ def scores(output: Array, head: str) -> Array:
 
 
 def boxes_of(output: Array, settings: DetectionSettings) -> Boxes:
-    """What the graph found in one picture; raises ModelError for an output that has not the form of `head`."""
+    """What the graph found in one picture; raises ModelError for an output that has not the form of `head`, or NaN."""
     scores_AK = scores(output, settings.head)
     confidences, classes = scores_AK.max(axis=1), scores_AK.argmax(axis=1)
+    check_finite(confidences)
     sure = np.flatnonzero(confidences >= settings.min_confidence)
+    most = max(_MOST_CANDIDATES, settings.max_boxes)
+    sure = sure[np.argsort(-confidences[sure], kind="stable")[:most]]
     places = _rows(output, settings.head)[:, :_BOX]
     if settings.head == "yolox":
         places = _off_the_grid(places, settings)
     centres, sizes = places[sure, :2].astype(np.float64), places[sure, 2:].astype(np.float64)
+    check_finite(centres)
+    check_finite(sizes)
     left_top = centres - sizes / 2
     kept = np.asarray(
         cv2.dnn.NMSBoxesBatched(

@@ -133,6 +133,30 @@ def test_of_boxes_that_overlap_the_surest_of_each_class_is_kept() -> None:
     assert len(boxes_of(ROWS[None], DetectionSettings(**SETTINGS, min_confidence=0.95)).classes) == 0
 
 
+def test_thousands_of_sure_candidates_are_told_apart_by_the_surest() -> None:
+    rows = np.tile(np.array([16, 16, 8, 8, 1.0, 0.5, 0.0], np.float32), (20_000, 1))
+    rows[:, 0] = np.linspace(0, 64, len(rows))
+    rows[-1, 5] = 0.9
+    found = boxes_of(rows[None], DetectionSettings(**SETTINGS, min_confidence=0.01))
+    assert found.confidences[0] == np.float32(0.9)
+    np.testing.assert_allclose(found.corners[0], [60, 12, 68, 20])
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 2, 4, 5])
+def test_a_detector_that_answers_no_numbers_has_failed(place: int, value: float) -> None:
+    rows = ROWS.copy()
+    rows[0, place] = value
+    with pytest.raises(ModelError, match="NaN or infinity"):
+        boxes_of(rows[None], DetectionSettings(**SETTINGS))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_classifier_that_answers_no_numbers_has_failed(value: float) -> None:
+    with pytest.raises(ModelError, match="NaN or infinity"):
+        probabilities(np.array([[0.5, value]], np.float32))
+
+
 def test_the_three_forms_of_heads_say_the_same() -> None:
     wanted = boxes_of(ROWS[None], DetectionSettings(**SETTINGS))
     v8 = np.concatenate([ROWS[:, :4], ROWS[:, 4:5] * ROWS[:, 5:]], axis=1).T[None]
