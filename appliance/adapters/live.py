@@ -16,9 +16,10 @@ import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.responses import FileResponse, StreamingResponse
 
+from appliance.core.gates import at_fault
 from appliance.core.history import STEP_S, Happened, History, LastFaults
 from appliance.service import Outcome, Service
-from models.errors import BundleError, ModelError, Overloaded, Unavailable, WorkerLost
+from models.errors import Overloaded, Unavailable
 
 _EVERY_S = 1.0
 _LEAST_S = 0.2
@@ -112,7 +113,7 @@ class Live:
         if outcome.error is None:
             history.answered += 1
             history.answered_s.append(outcome.seconds)
-        elif isinstance(outcome.error, (WorkerLost, ModelError, BundleError)):
+        elif at_fault(outcome.error):
             history.failed += 1
         elif isinstance(outcome.error, Unavailable):
             history.dropped += 1

@@ -44,6 +44,11 @@ class Judged:
     figures: Mapping[str, float] = field(default_factory=dict)
 
 
+def at_fault(error: BaseException) -> bool:
+    """Whether a request failed by the fault of the model or its worker, and not of whoever asked or of the load."""
+    return isinstance(error, (ModelError, WorkerLost, NotReady, BundleError))
+
+
 class Tally:
     """Requests for one version: how many, how many failed by its fault, how long the latest took."""
 
@@ -53,11 +58,11 @@ class Tally:
         self.ms: deque[float] = deque(maxlen=_SAMPLES)
 
     def count(self, seconds: float, error: BaseException | None) -> None:
-        """One more; of those that failed only such as the model or its worker is to blame for are errors."""
+        """One more; of those that failed only those `at_fault` are errors."""
         self.requests += 1
         if error is None:
             self.ms.append(seconds * 1e3)
-        elif isinstance(error, (ModelError, WorkerLost, NotReady, BundleError)):
+        elif at_fault(error):
             self.errors += 1
 
 

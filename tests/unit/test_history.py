@@ -13,7 +13,7 @@ from doubles.service import MemoryService
 from appliance.adapters.live import Live, following
 from appliance.core.history import STEP_S, History, LastFaults
 from appliance.service import InferRequest
-from models.errors import ModelError, Overloaded
+from models.errors import ModelError, NotReady, Overloaded
 from models.spec import Tensor, pack_bytes
 
 pytestmark = pytest.mark.unit
@@ -141,7 +141,10 @@ def test_whoever_watches_gets_the_hour_then_the_status_then_each_new_point() -> 
 
 
 @pytest.mark.usefixtures("short_steps")
-@pytest.mark.parametrize(("fault", "counted"), [(Overloaded("full"), (1, 0)), (ModelError("nonsense"), (0, 1))])
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [(Overloaded("full"), (1, 0)), (ModelError("nonsense"), (0, 1)), (NotReady("it restarts"), (0, 1))],
+)
 def test_requests_that_were_not_answered_are_counted_by_whose_fault_it_was(
     fault: Exception, counted: tuple[int, int]
 ) -> None:
