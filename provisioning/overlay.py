@@ -324,12 +324,17 @@ def _network(network: Network) -> Tree:
 
 
 def toml(table: Mapping[str, Any], at: str = "") -> str:
-    """A table of scalars, lists of scalars and tables, as TOML; JSON writes scalars and lists of them the same way."""
+    """A table of scalars, lists of scalars and tables, as TOML."""
     lines, inner = [], ""
     for key, value in table.items():
-        name = key if _BARE_KEY.fullmatch(key) else json.dumps(key)
+        name = key if _BARE_KEY.fullmatch(key) else toml_value(key)
         if isinstance(value, Mapping):
             inner += f"\n[{at}{name}]\n{toml(value, f'{at}{name}.')}"
         else:
-            lines.append(f"{name} = {json.dumps(value)}\n")
+            lines.append(f"{name} = {toml_value(value)}\n")
     return "".join(lines) + inner
+
+
+def toml_value(value: object) -> str:
+    """A scalar or a list of scalars in TOML: JSON's spelling, but DEL is escaped and no surrogates are."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -41,7 +41,8 @@ def read(path: Path) -> Image:
         config = Path(scratch) / "config.toml"
         # The overlay names the trusted root itself, so a file that is there stands in for it.
         trusting = {"update": {"root": str(config), **wanted.config.get("update", {})}}
-        config.write_text(overlay.toml({**wanted.config, **trusting} if wanted.published else wanted.config))
+        told = overlay.toml({**wanted.config, **trusting} if wanted.published else wanted.config)
+        config.write_text(told, encoding="utf-8")
         device.load(profile="cpu", config=config, flags={})
     return wanted
 

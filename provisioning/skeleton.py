@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from models.spec import DTYPES, Array, TensorSpec
 from models.tasks.detection import STRIDES
 from models.tasks.lines import HEIGHT
 from provisioning import admit, passes
+from provisioning.overlay import toml_value
 from provisioning.steps import RUNTIME
 
 CHECK = "CHECK"
@@ -264,7 +264,7 @@ def _toml(found: Skeleton, name: str, file: str, sha256: str) -> str:
         _row("kind", found.task),
     ]
     if found.labels:
-        rows.append("labels = [\n" + "".join(f"  {_value(label)},\n" for label in found.labels) + "]")
+        rows.append("labels = [\n" + "".join(f"  {toml_value(label)},\n" for label in found.labels) + "]")
     if found.settings:
         rows += ["", "[task.settings]"]
         rows += [_row(key, value, _check(found, key)) for key, value in found.settings.items()]
@@ -293,9 +293,4 @@ def _check(found: Skeleton, key: str) -> str:
 
 
 def _row(key: str, value: object, comment: str = "") -> str:
-    return f"{key} = {_value(value)}" + (f"  # {comment}" if comment else "")
-
-
-def _value(value: object) -> str:
-    """A value in TOML: JSON's spelling, which for texts and lists of plain values is the same."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return f"{key} = {toml_value(value)}" + (f"  # {comment}" if comment else "")

@@ -18,6 +18,11 @@ from models.errors import ConfigError, WorkshopError
 from provisioning import overlay, overlay_build, overlay_wheels
 from provisioning.overlay import File, FirstBoot, Image, Link, Network, Parts
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 pytestmark = pytest.mark.unit
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
@@ -153,6 +158,12 @@ def test_the_devices_settings_are_those_asked_for_with_what_the_image_brought(tm
     node = tree["etc/appliance/config.toml"]
     assert isinstance(node, File)
     assert node.mode == 0o640, "it may hold a password"
+
+
+@pytest.mark.parametrize("said", ["\N{THERMOMETER} press \N{FACTORY}", 'a "quoted"\tname\x7f', "line\nline"])
+def test_settings_of_any_characters_come_back_as_they_were(said: str) -> None:
+    table = {"name": said, "part": {said: [said, 1, True]}}
+    assert tomllib.loads(overlay.toml(table)) == table
 
 
 def test_nobody_can_log_in_by_a_password_and_only_with_the_keys_that_were_given() -> None:
