@@ -91,10 +91,14 @@ def checks(told: Settings, now: float) -> Iterator[Check]:
     yield check_identity(files.certificate, now)
     if mqtt.host and mqtt.tls:
         yield check_tls("broker tls", mqtt.host, mqtt.port, Trust(mqtt.ca, mqtt.certificate, mqtt.key), now)
-    service = urlsplit(files.service.read_text(encoding="utf-8") if files.service.exists() else "")
-    if service.hostname:
-        trust = Trust(files.authority, files.certificate)
-        yield check_tls("enrolment", service.hostname, service.port or 443, trust, now)
+    try:
+        service = urlsplit(files.service.read_text(encoding="utf-8") if files.service.exists() else "")
+        host, port = service.hostname, service.port or 443
+    except ValueError as error:
+        yield Check("enrolment", "fail", f"{files.service} holds no address ({error})", "enrol anew")
+    else:
+        if host:
+            yield check_tls("enrolment", host, port, Trust(files.authority, files.certificate), now)
     if told.http.client_crl:
         yield _check_list(told.http.client_crl, now)
 

@@ -21,6 +21,7 @@ from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor import Here
 from appliance.doctor_tls import Check, Trust, check_tls, read_certificates
+from appliance.doctor_tls import checks as tls_checks
 from models.bundle import Blob
 from models.engine import NEVER, Passport, Target
 
@@ -272,9 +273,13 @@ def test_a_broker_is_called_and_an_upstream_is_asked() -> None:
     assert verdicts(doctor.upstream(f"https://127.0.0.1:{port}/", NOW)) == ["fail"]
 
 
-def test_what_is_no_address_at_all_is_a_finding() -> None:
+def test_what_is_no_address_at_all_is_a_finding(tmp_path: Path) -> None:
     for url in ("https://example.com:port/", "https://.x/", "http://.x/", "http://[::1/"):
         assert verdicts(doctor.upstream(url, NOW)) == ["fail"]
+    told = settings.load(profile="cpu", config=None, flags={"state_dir": tmp_path})
+    told.identity_files.service.parent.mkdir()
+    told.identity_files.service.write_text("https://fleet.example.com:port/")
+    assert [check.verdict for check in tls_checks(told, NOW) if check.name == "enrolment"] == ["fail"]
     assert verdicts(doctor.broker(".x", 1883), check_tls("broker tls", ".x", 8883, Trust(), NOW)) == ["fail", "fail"]
 
 
