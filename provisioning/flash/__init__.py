@@ -6,6 +6,7 @@
 - `failures`: pure; what a tool left behind -> what it means, and what helps
 - `run`: performs a plan: lock, logs, boards in parallel, going on after an interruption
 - `tool`: one command of theirs, run to its end
+- `rootfs`: takes back what the overlay of an earlier run has brought
 - `exports`: takes back what a run has exported over NFS, also when the run was killed
 - `home`: a board counts when it has called home: the ticket, the listener, the verdict
 - `inventory`: the signed file of what was flashed

@@ -29,7 +29,10 @@ def append(file: Path, record: Mapping[str, Any], signer: CryptoSigner) -> None:
     with file.open("a+b") as inventory:
         fcntl.flock(inventory, fcntl.LOCK_EX)
         inventory.seek(0)
-        lines = inventory.read().splitlines()
+        content = inventory.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        inventory.truncate(len(whole))  # a last line without its end was torn by a power cut, and counts for nothing
+        lines = whole.splitlines()
         signed = {**record, "previous": _digest(lines[-1]) if lines else ""}
         envelope = Envelope(json.dumps(signed, sort_keys=True).encode(), PAYLOAD_TYPE, {})
         envelope.sign(signer)

@@ -35,6 +35,8 @@ _DATA = "UDA"
 """NVIDIA's name of the partition that belongs to the user."""
 PASSWORD, TICKET = "{throw-away password}", "{ticket of this run}"
 """Stand in a plan for what only a run knows."""
+OVERLAY = "overlay"
+"""Name of the step before which what an earlier overlay has brought is taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _preparations(wish: Wish, bsp: Bsp) -> Iterator[Step]:
         yield Step("lock", "nobody logs in with a password", lock)
     if wish.overlay:
         unpack = ("sudo", "tar", "-xpf", wish.overlay, "-C", "rootfs")
-        yield Step("overlay", "the appliance into the root file system", unpack)
+        yield Step(OVERLAY, "the appliance into the root file system", unpack)
     install = ("sudo", "install", "-D", "-m", "600", TICKET, f"rootfs/{callhome.TICKET}")
     yield Step("ticket", "the number by which a board proves that it runs this image", install)
     if wish.data_gib:

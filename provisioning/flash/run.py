@@ -28,13 +28,13 @@ from models import schema
 from models.callhome import Report, Ticket
 from models.errors import ConfigError, WorkshopError
 from models.folder import write_file
-from provisioning.flash import failures, tool
+from provisioning.flash import failures, rootfs, tool
 from provisioning.flash.boards import Attached, State, attached
 from provisioning.flash.exports import guarded
 from provisioning.flash.facts import users
 from provisioning.flash.failures import FAILURES, Failure
 from provisioning.flash.home import Exam, Expected, Home, listening, new_ticket
-from provisioning.flash.plan import PASSWORD, TICKET, Plan, Step, known_issue
+from provisioning.flash.plan import OVERLAY, PASSWORD, TICKET, Plan, Step, known_issue
 
 _LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
 """In the BSP folder."""
@@ -118,9 +118,9 @@ class Run:
     """One run; the same folder and plan go on where it stopped."""
 
     def __init__(self, folder: Path, plan: Plan, *, urls: tuple[str, ...], exam: Exam) -> None:
-        """Begin, or go on; raises ConfigError where the folder holds a run of another plan, or another bundle's.
+        """Begin, or go on; raises ConfigError where the folder holds a run of another plan, bundle or other `urls`.
 
-        Boards call one of `urls`, and answer the question of `exam`.
+        Boards call one of `urls` (none: those that the run has), and answer the question of `exam`.
         """
         self._folder, self.plan, self._exam = folder, plan, exam
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -146,6 +146,10 @@ class Run:
             if schema.dump(ticket.question) != schema.dump(self._exam.question):
                 msg = f"{self._folder} holds a run that asks for another bundle: give that with --bundle"
                 raise ConfigError(msg)
+            if urls and urls != ticket.urls:
+                known = " and ".join(ticket.urls)
+                msg = f"{self._folder} holds a run whose boards call {known}: give that with --call-home"
+                raise ConfigError(msg)
             return ticket
         ticket = new_ticket(secrets.token_hex(8), urls, self.plan.wish.user, self._exam)
         write_file(file, json.dumps(schema.dump(ticket)).encode(), mode=0o600)
@@ -165,6 +169,8 @@ class Run:
         WorkshopError, and ConfigError when another run uses the BSP folder.
         """
         with self._locked(), guarded(sysroot) as watch:
+            if not self.plan.wish.overlay:
+                rootfs.take_back(self._bsp)
             for step in self.plan.steps:
                 if step.flashes:
                     self._flash(step, ready(), tell, watch)
@@ -199,6 +205,8 @@ class Run:
         if step.file:
             write_file(self._bsp / step.file, step.content.encode())
             return
+        if step.name == OVERLAY:
+            rootfs.make_way(self._bsp, Path(self.plan.wish.overlay), self.plan.wish.overlay_sha256)
         code, said = self._call(step, watch, lambda: None)
         if code:
             failure, log = failures.of_tool(said, code), self._folder / "logs" / f"{step.name}.log"
@@ -269,11 +277,14 @@ class Run:
 
     def _begin(self, port: str) -> None:
         """A board at this port is written to: the one that failed there, or a new one."""
-        last = next((one for one in reversed(self.state.boards) if one.port == port), None)
-        if last is None or last.state == "good":
+        last = self._last(port)
+        if last is None or last.state in {"good", "written"}:
             self._save((*self.state.boards, BoardRun(port, "flashing", attempts=1)))
         else:
             self._change(last, BoardRun(port, "flashing", attempts=last.attempts + 1))
+
+    def _last(self, port: str) -> BoardRun | None:
+        return next((one for one in reversed(self.state.boards) if one.port == port), None)
 
     def _end(self, port: str, failure: Failure | None, log: str) -> None:
         board = next(one for one in self.state.boards if one.port == port and one.state == "flashing")
@@ -305,8 +316,9 @@ class Run:
                 over = time.monotonic() >= until
                 now = {one.port: one for one in attached(sysroot)}
                 for board in waiting:
-                    heard = self._heard_of(board, waiting, now, home)
-                    final, failure = _last_word(heard, now.get(board.port), over=over)
+                    there = now.get(board.port) if board is self._last(board.port) else None
+                    heard = self._heard_of(there, waiting, home)
+                    final, failure = _last_word(heard, there, over=over)
                     if not final:
                         continue
                     ended = replace(
@@ -346,11 +358,10 @@ class Run:
         return found
 
     def _heard_of(
-        self, board: BoardRun, waiting: Sequence[BoardRun], now: Mapping[str, Attached], home: Home
+        self, there: Attached | None, waiting: Sequence[BoardRun], home: Home
     ) -> tuple[Report, Failure | None] | None:
-        """The report of the board at a port: by the serial number that it shows on USB, or as the only one."""
+        """The report of the board that is `there`: by the serial number that it shows on USB, or as the only one."""
         heard = home.heard()
-        there = now.get(board.port)
         if there and there.state is State.BOOTED and there.serial:
             return next((told for serial, told in heard.items() if serial == there.serial), None)
         claimed = {one.serial for one in self.state.boards if one.serial}

@@ -29,14 +29,19 @@ def call(
     """Run `argv` in `folder`; its exit code and all that it said.
 
     `keep` is given each line, in a thread. `watch` is told the process group, and 0 at the end. `look` is called every
-    now and then, and once at the end. Whatever is raised meanwhile, nothing of the command goes on.
+    now and then, and once at the end. Whatever is raised meanwhile, nothing of the command goes on. The first
+    OSError of `keep`, as of a full disk, is raised when the command has ended.
     """
     said: list[str] = []
+    lost: list[OSError] = []
 
     def read(pipe: IO[str]) -> None:
         for line in pipe:
             said.append(line)
-            keep(line)
+            try:
+                keep(line)
+            except OSError as error:  # a command whose words nobody reads waits for ever
+                lost.append(error)
 
     with subprocess.Popen(  # noqa: S603 - the command that the plan shows
         argv,
@@ -58,6 +63,8 @@ def call(
             reader.join()
             watch(0)
     look()
+    if lost:
+        raise lost[0]
     return process.returncode, "".join(said)
 
 

@@ -178,6 +178,13 @@ def test_the_inventory_gives_back_what_was_signed(signed: tuple[Path, Keys]) -> 
     assert [record["serial"] for record in inventory.read(file, keys.public("workshop"))] == ["1421", "1422", "1423"]
 
 
+def test_a_record_that_a_power_cut_tore_does_not_spoil_those_after_it(signed: tuple[Path, Keys]) -> None:
+    file, keys = signed
+    file.write_bytes(file.read_bytes()[:-20])
+    inventory.append(file, {"serial": "1424"}, keys.signer("workshop"))
+    assert [record["serial"] for record in inventory.read(file, keys.public("workshop"))] == ["1421", "1422", "1424"]
+
+
 def test_an_inventory_that_was_touched_is_not_believed(signed: tuple[Path, Keys]) -> None:
     file, keys = signed
     lines = file.read_text().splitlines()
