@@ -46,7 +46,7 @@ class Plan:
     """Of nvpmodel. It may reboot the board at once."""
     bytecode: bool = False
     """Compile the daemon's modules."""
-    enrol: tuple[str, ...] = ()
+    enroll: tuple[str, ...] = ()
     """Arguments of `appliance enroll`, less the token."""
     token: str = ""
     """File with the token of the enrolment, which nobody needs after it."""
@@ -78,8 +78,8 @@ class FirstBoot:
         if plan.bytecode:
             failed |= not self._step("compiling the daemon's modules", self._compile_modules, bytecode=False)
         notify("READY=1")
-        if plan.enrol:
-            failed |= not self._step("enrolling", self._enrol, enrol=())
+        if plan.enroll:
+            failed |= not self._step("enrolling", self._enroll, enroll=())
         if failed:
             return 1
         if plan.lock or plan.token:
@@ -137,18 +137,18 @@ class FirstBoot:
     def _compile_modules(self) -> None:
         _tool(f"{_BIN}/python", "-c", f"import {_MODULES}")
 
-    def _enrol(self) -> None:
+    def _enroll(self) -> None:
         """As the daemon's user, whose key and certificate these become. A token opens one enrolment only."""
         own = {"HOME": "/var/cache/appliance"}
-        enrol = ("runuser", "-u", "appliance", "--", f"{_BIN}/appliance", "enroll", "--state-dir", STATE)
+        enroll = ("runuser", "-u", "appliance", "--", f"{_BIN}/appliance", "enroll", "--state-dir", STATE)
         with contextlib.suppress(ToolError):  # it is not enrolled yet
-            _tool(*enrol, own=own)
+            _tool(*enroll, own=own)
             return
         token = self._root / self._plan.token.lstrip("/")
         if not token.is_file():
             msg = f"there is no token in {self._plan.token}: put one there, made by `provision enroll token`"
             raise ToolError(msg)
-        _tool(*enrol, *self._plan.enrol, own={**own, "APPLIANCE_ENROLMENT_TOKEN": token.read_text().strip()})
+        _tool(*enroll, *self._plan.enroll, own={**own, "APPLIANCE_ENROLMENT_TOKEN": token.read_text().strip()})
 
     def _lock(self) -> None:
         if self._plan.token:

@@ -68,9 +68,9 @@ class FirstBoot:
     grow: bool = True
     power_mode: int | None = None
     """Of nvpmodel."""
-    enrol: tuple[str, ...] = ()
+    enroll: tuple[str, ...] = ()
     """Arguments of `appliance enroll`, less the token, as --url and --ca."""
-    token: str = "/etc/appliance/enrol.token"  # noqa: S105 - a file's name
+    token: str = "/etc/appliance/enroll.token"  # noqa: S105 - a file's name
     """File on the device with the token, which is of one device: whoever flashes it, or logs in, puts it there."""
     lock: bool = True
 
@@ -107,7 +107,7 @@ class Image:
     authority: str = ""
     """PEM file of the fleet's authority; becomes /etc/appliance/fleet-ca.pem."""
     ssh_keys: str = ""
-    """authorized_keys of the user `maintainer`; without it nobody can log in."""
+    """authorized_keys of the user `maintainer`; without it only the key that a call home brings logs in."""
     watchdog_s: int = 30
     """The hardware resets a board whose systemd is silent for so long."""
     journal_mib: int = 200
@@ -279,7 +279,7 @@ def _first_boot(image: Image, parts: Parts) -> str:
     plan |= {
         "fill": bool(parts.state),
         "bytecode": True,
-        "token": image.first_boot.token if image.first_boot.enrol else "",
+        "token": image.first_boot.token if image.first_boot.enroll else "",
     }
     return json.dumps(plan, indent=1, sort_keys=True)
 
@@ -294,17 +294,33 @@ def _system(image: Image, ssh_keys: bytes) -> Tree:
         "etc/ssh/sshd_config.d/appliance.conf": "# Keys only: there is no password to guess.\n"
         "PasswordAuthentication no\nKbdInteractiveAuthentication no\nPermitRootLogin no\nX11Forwarding no\n"
         "AuthorizedKeysFile /etc/ssh/authorized_keys.d/%u\n",
+        **_right_to_reboot(),
     }
     if image.ntp:
         texts["etc/systemd/timesyncd.conf.d/appliance.conf"] = f"[Time]\nNTP={' '.join(image.ntp)}\n"
     tree: Tree = {path: File(text.encode()) for path, text in texts.items()}
     if ssh_keys:
         tree["etc/ssh/authorized_keys.d/maintainer"] = File(ssh_keys)
-        # Nobody has a password, so sudo cannot ask for one.
-        tree["etc/sudoers.d/appliance"] = File(b"maintainer ALL=(ALL) NOPASSWD: ALL\n", 0o440)
+    # Nobody has a password, so sudo cannot ask for one; a key that logs in may also come with the call home.
+    tree["etc/sudoers.d/appliance"] = File(b"maintainer ALL=(ALL) NOPASSWD: ALL\n", 0o440)
     if image.network:
         tree |= _network(image.network)
     return tree
+
+
+def _right_to_reboot() -> dict[str, str]:
+    """The daemon's user may start the device anew: for polkit 0.105 (Ubuntu 22.04), and for later ones (24.04)."""
+    actions = [f"org.freedesktop.login1.reboot{also}" for also in ("", "-multiple-sessions")]
+    why = "The appliance may start this device anew, for the order `reboot`"
+    rule = (
+        f'if (subject.user == "appliance" && {json.dumps(actions)}.indexOf(action.id) >= 0) return polkit.Result.YES;'
+    )
+    return {
+        "etc/polkit-1/localauthority/50-local.d/appliance.pkla": f"[{why}]\nIdentity=unix-user:appliance\n"
+        f"Action={';'.join(actions)}\nResultAny=yes\nResultInactive=yes\nResultActive=yes\n",
+        "etc/polkit-1/rules.d/50-appliance.rules": f"// {why}.\npolkit.addRule(function (action, subject) {{\n"
+        f"    {rule}\n}});\n",
+    }
 
 
 def _network(network: Network) -> Tree:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,14 +38,37 @@ def read(path: Path) -> Image:
     except ValueError as error:  # no TOML, or SchemaError
         msg = f"{path}: {error}"
         raise ConfigError(msg) from error
+    brought: set[Path] = {Path("/", overlay.CONFIG, "fleet-ca.pem")} if wanted.authority else set()
+    held = dict(wanted.config)
+    if wanted.published:  # the overlay names the trusted root itself
+        root = Path("/", overlay.CONFIG, "root.json")
+        held["update"] = {**held.get("update", {}), "root": str(root)}
+        brought.add(root)
     with tempfile.TemporaryDirectory() as scratch:
         config = Path(scratch) / "config.toml"
-        # The overlay names the trusted root itself, so a file that is there stands in for it.
-        trusting = {"update": {"root": str(config), **wanted.config.get("update", {})}}
-        told = overlay.toml({**wanted.config, **trusting} if wanted.published else wanted.config)
-        config.write_text(told, encoding="utf-8")
-        device.load(profile="cpu", config=config, flags={})
+        config.write_text(overlay.toml(held), encoding="utf-8")
+        told = device.load(profile="cpu", config=config, flags={"state_dir": Path("/", overlay.STATE)})
+    _refuse_what_cannot_start(told, brought)
     return wanted
+
+
+def _refuse_what_cannot_start(told: device.Settings, brought: AbstractSet[Path]) -> None:
+    """Raise ConfigError for a door that lets nobody in, and for files that no image holds and nobody brings later."""
+    if not told.http.on_loopback and not told.http.client_roles:
+        msg = (
+            f"http.host is {told.http.host!r}, which others can reach, and an image holds no token: "
+            "listen on loopback, 127.0.0.1, or set http.client_roles"
+        )
+        raise ConfigError(msg)
+    for part in ("http", "mqtt", "update"):
+        for name, file in getattr(told, part):
+            enrolled = isinstance(file, Path) and file.is_relative_to(told.identity_files.folder)
+            if isinstance(file, Path) and file not in brought and not enrolled:
+                msg = (
+                    f"{part}.{name} is {file}, which this image does not hold: name a file that it brings "
+                    f"({', '.join(map(str, sorted(brought))) or 'none'}), or set it on the device"
+                )
+                raise ConfigError(msg)
 
 
 def gather(wanted: Image, folder: Path, wheel: Path | None, wheels: Path | None, scratch: Path) -> Parts:

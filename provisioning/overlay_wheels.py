@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from packaging import tags
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -40,11 +41,11 @@ def resolve(python: str, ours: Path, constraints: str, folder: Path) -> list[Pat
                 msg = f"{name} has no version for Python {python} in constraints.txt: run `make constraints`"
                 raise WorkshopError(msg)
             seen.setdefault(name, set()).update(extras)
-        have = _wheels(folder)
+        have = _wheels(python, folder)
         missing = [f"{name}=={pins[name]}" for name in wanted if (name, pins[name]) not in have]
         if missing:
             _download(python, missing, folder)
-            have = _wheels(folder)
+            have = _wheels(python, folder)
         following: dict[str, set[str]] = {}
         for name in wanted:
             found[name] = have[name, pins[name]]
@@ -94,19 +95,29 @@ def _needs(wheel: Path, extras: Iterable[str], environment: Mapping[str, str]) -
     return needed
 
 
-def _wheels(folder: Path) -> dict[tuple[str, str], Path]:
-    found = {}
+def _wheels(python: str, folder: Path) -> dict[tuple[str, str], Path]:
+    """Those of a folder that a device takes, the best fitting of each version."""
+    own, version = f"cp{python.replace('.', '')}", tuple(map(int, python.split(".")))
+    platforms = [*_platforms(python), "linux_aarch64"]  # the last is what a wheel built on a device is called
+    fitting = [*tags.cpython_tags(version, [own], platforms), *tags.compatible_tags(version, own, platforms)]
+    ranks = {tag: rank for rank, tag in enumerate(fitting)}
+    found: dict[tuple[str, str], tuple[int, Path]] = {}
     for path in folder.glob("*.whl"):
-        name, version, _build, _tags = parse_wheel_filename(path.name)
-        found[str(name), str(version)] = path
-    return found
+        name, release, _build, marked = parse_wheel_filename(path.name)
+        key, rank = (str(name), str(release)), min(ranks.get(tag, len(ranks)) for tag in marked)
+        if rank < len(ranks):
+            found[key] = min(found.get(key, (rank, path)), (rank, path))
+    return {key: path for key, (_rank, path) in found.items()}
+
+
+def _platforms(python: str) -> list[str]:
+    minors = range(_GLIBC_MINORS[python], _OLDEST_MINOR - 1, -1)
+    return [*(f"manylinux_2_{minor}_aarch64" for minor in minors), "manylinux2014_aarch64"]
 
 
 def _download(python: str, pins: Sequence[str], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    minors = range(_GLIBC_MINORS[python], _OLDEST_MINOR - 1, -1)
-    platforms = [*(f"manylinux_2_{minor}_aarch64" for minor in minors), "manylinux2014_aarch64"]
-    options = [option for platform in platforms for option in ("--platform", platform)]
+    options = [option for platform in _platforms(python) for option in ("--platform", platform)]
     options += ["--python-version", python, "--implementation", "cp", "--only-binary", ":all:", "--no-deps"]
     for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
         options += ["--abi", abi]

@@ -19,8 +19,8 @@ ALL = {
     "grow": True,
     "fill": True,
     "power_mode": 2,
-    "enrol": ["--url", "https://fleet.example.com"],
-    "token": "/etc/appliance/enrol.token",
+    "enroll": ["--url", "https://fleet.example.com"],
+    "token": "/etc/appliance/enroll.token",
     "lock": True,
 }
 HELD_FILES = ((f"{HELD}/journal.db", "who may order"), (f"{HELD}/slots/one/manifest.json", "{}"))
@@ -56,7 +56,7 @@ class Board:
         (self.root / "sys/class/block").mkdir(parents=True)
         (self.root / "sys/class/block/nvme0n1p15").symlink_to(disk)
         (self.root / "var/lib/appliance").mkdir(parents=True)
-        for path, text in ((PLAN, json.dumps(plan)), (UNIT, ""), *HELD_FILES, ("etc/appliance/enrol.token", "secret")):
+        for path, text in ((PLAN, json.dumps(plan)), (UNIT, ""), *HELD_FILES, ("etc/appliance/enroll.token", "secret")):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             (self.root / path).write_text(text)
 
@@ -72,7 +72,7 @@ class Board:
 
     @property
     def done(self) -> bool:
-        return not any((self.root / path).exists() for path in (PLAN, UNIT, "etc/appliance/enrol.token"))
+        return not any((self.root / path).exists() for path in (PLAN, UNIT, "etc/appliance/enroll.token"))
 
 
 def test_a_first_boot_grows_fills_sets_the_mode_enrols_locks_and_removes_itself(tmp_path: Path) -> None:
@@ -133,13 +133,13 @@ def test_a_fleet_that_cannot_be_reached_leaves_the_secret_for_the_next_try(
     done = board.boot(FAILING="enroll")
     assert done.returncode == 1
     assert "enrolling failed: runuser -u appliance ended with 1: no route to fleet.example.com" in done.stderr
-    assert (board.root / "etc/appliance/enrol.token").exists()
+    assert (board.root / "etc/appliance/enroll.token").exists()
     assert board.boot().returncode == 0
     assert board.done
 
 
 def test_an_enrolment_that_was_cut_before_it_was_struck_is_not_tried_with_a_used_token(tmp_path: Path) -> None:
-    board = Board(tmp_path, enrol=ALL["enrol"], token=ALL["token"])
+    board = Board(tmp_path, enroll=ALL["enroll"], token=ALL["token"])
     (tmp_path / "enrolled").touch()
     assert board.boot().returncode == 0
     assert len(board.calls) == 1
@@ -147,11 +147,11 @@ def test_an_enrolment_that_was_cut_before_it_was_struck_is_not_tried_with_a_used
 
 
 def test_a_device_that_has_no_token_yet_says_where_it_is_to_be_put(tmp_path: Path) -> None:
-    board = Board(tmp_path, enrol=ALL["enrol"], token=ALL["token"])
-    (board.root / "etc/appliance/enrol.token").unlink()
+    board = Board(tmp_path, enroll=ALL["enroll"], token=ALL["token"])
+    (board.root / "etc/appliance/enroll.token").unlink()
     done = board.boot()
     assert done.returncode == 1
-    assert "there is no token in /etc/appliance/enrol.token" in done.stderr
+    assert "there is no token in /etc/appliance/enroll.token" in done.stderr
 
 
 def test_a_board_in_the_wanted_mode_is_left_as_it_is(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import io
 import json
 import subprocess
@@ -12,8 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
 
 from appliance import settings
+from appliance.adapters.access import gate_before
+from appliance.adapters.tokens import TokenFile
 from models.errors import ConfigError, WorkshopError
 from provisioning import overlay, overlay_build, overlay_wheels
 from provisioning.overlay import File, FirstBoot, Image, Link, Network, Parts
@@ -171,7 +175,25 @@ def test_nobody_can_log_in_by_a_password_and_only_with_the_keys_that_were_given(
     assert "PasswordAuthentication no" in text(tree, "etc/ssh/sshd_config.d/appliance.conf")
     assert text(tree, "etc/ssh/authorized_keys.d/maintainer") == "ssh-ed25519 AAAA\n"
     without = overlay.overlay(IMAGE, replace(PARTS, ssh_keys=b""))
-    assert not [path for path in without if "authorized_keys.d" in path or "sudoers" in path]
+    assert not [path for path in without if "authorized_keys.d" in path]
+
+
+def test_whoever_logs_in_may_become_root_also_with_a_key_that_came_with_the_call_home() -> None:
+    for keys in (PARTS.ssh_keys, b""):
+        node = overlay.overlay(IMAGE, replace(PARTS, ssh_keys=keys))["etc/sudoers.d/appliance"]
+        assert node == File(b"maintainer ALL=(ALL) NOPASSWD: ALL\n", 0o440)
+
+
+def test_the_daemons_user_may_start_the_device_anew_by_the_polkit_of_either_jetpack() -> None:
+    tree = overlay.overlay(IMAGE, PARTS)
+    old = configparser.ConfigParser()
+    old.read_string(text(tree, "etc/polkit-1/localauthority/50-local.d/appliance.pkla"))
+    (section,) = old.sections()
+    assert old[section]["Identity"] == "unix-user:appliance"
+    assert old[section]["ResultAny"] == "yes"
+    assert "org.freedesktop.login1.reboot" in old[section]["Action"].split(";")
+    rule = text(tree, "etc/polkit-1/rules.d/50-appliance.rules")
+    assert 'subject.user == "appliance" && ["org.freedesktop.login1.reboot", ' in rule
 
 
 @pytest.mark.parametrize(
@@ -217,12 +239,34 @@ def test_what_fits_no_image_is_refused_in_a_sentence(
         ("[config]\nmqtt.hots = 'x'\n", "mqtt.hots is no setting; did you mean mqtt.host"),
         ("pyton = '3.10'\n[config]\n", "unknown key 'pyton'; did you mean 'python'"),
         ("python =", "image.toml"),
+        (
+            '[config.http]\nhost = "0.0.0.0"\ntls_certificate = "/etc/appliance/tls.pem"\n',
+            "others can reach, and an image holds no token",
+        ),
+        (
+            '[config.http]\ntls_certificate = "/etc/appliance/tls.pem"\n',
+            "http.tls_certificate is /etc/appliance/tls.pem, which this image does not hold",
+        ),
+        ('[config.mqtt]\nhost = "broker"\ntls = true\nca = "/etc/appliance/fleet-ca.pem"\n', "mqtt.ca is /etc"),
     ],
 )
-def test_settings_with_a_typing_error_are_refused_on_the_pc(tmp_path: Path, content: str, says: str) -> None:
+def test_settings_that_no_daemon_could_start_with_are_refused_on_the_pc(
+    tmp_path: Path, content: str, says: str
+) -> None:
     (tmp_path / "image.toml").write_text(content)
     with pytest.raises(ConfigError, match=says):
         overlay_build.read(tmp_path / "image.toml")
+
+
+def test_the_documented_image_starts(tmp_path: Path) -> None:
+    documented = (SYSTEMD.parent / "docs/image.md").read_text().split("```toml\n")[1].split("```")[0]
+    (tmp_path / "image.toml").write_text(documented)
+    wanted = overlay_build.read(tmp_path / "image.toml")
+    (tmp_path / "config.toml").write_text(text(overlay.overlay(wanted, PARTS), "etc/appliance/config.toml"))
+    told = settings.load(profile="cpu", config=tmp_path / "config.toml", flags={"state_dir": tmp_path})
+    gate_before(Starlette(), told.http, TokenFile(tmp_path))
+    assert told.http.on_loopback
+    assert (told.http.tls_certificate, told.mqtt.tls) == (None, True)
 
 
 def store(folder: Path, *wheels: tuple[str, bytes]) -> Path:
@@ -242,7 +286,7 @@ def test_wheels_are_chosen_by_the_devices_python_and_processor_not_by_this_ones(
         ("tomli-2.0-py3-none-any.whl", wheel("tomli", "2.0", {})),
         ("web-1.2-py3-none-any.whl", web),
         ("web-1.3-py3-none-any.whl", web),
-        ("fastlib-7-cp310-cp310-manylinux_2_28_aarch64.whl", wheel("fastlib", "7", {})),
+        ("fastlib-7-cp310-abi3-manylinux_2_28_aarch64.whl", wheel("fastlib", "7", {})),
     )
     pins = "tomli==2.0\nweb==1.2; python_version == '3.10'\nweb==1.3; python_version == '3.12'\nfastlib==7\n"
     chosen = {
@@ -254,6 +298,16 @@ def test_wheels_are_chosen_by_the_devices_python_and_processor_not_by_this_ones(
         "3.12": ["edge_appliance", "fastlib", "web"],
     }
     assert folder / "web-1.3-py3-none-any.whl" in overlay_wheels.resolve("3.12", ours, pins, folder)
+
+
+def test_a_wheel_of_another_processor_python_or_newer_glibc_does_not_get_into_an_image(tmp_path: Path) -> None:
+    fitting = "fast-1-cp310-cp310-manylinux_2_28_aarch64.whl"
+    others = ("cp310-cp310-manylinux_2_28_x86_64", "cp312-cp312-manylinux_2_28_aarch64", "cp310-cp310-win_arm64")
+    names = [f"fast-1-{tags}.whl" for tags in (*others, "cp310-cp310-manylinux_2_39_aarch64", "py3-none-any")]
+    ours = tmp_path / "edge_appliance-1.0.0-py3-none-any.whl"
+    ours.write_bytes(wheel("edge_appliance", "1.0.0", {}, "fast"))
+    folder = store(tmp_path / "wheels", *((name, wheel("fast", "1", {})) for name in (*names, fitting)))
+    assert folder / fitting in overlay_wheels.resolve("3.10", ours, "fast==1\n", folder)
 
 
 def test_a_package_without_a_pinned_version_is_named(tmp_path: Path) -> None:
