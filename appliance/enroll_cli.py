@@ -61,7 +61,8 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
     if sum(map(bool, (url, request, answer, renew))) > 1:
         console.fail("choose one of --url, --request, --answer and --renew")
     flags: dict[str, object] = {} if state_dir is None else {"state_dir": state_dir}
-    flags["identity"] = {"http": False, "mqtt": False}  # they ask for what is only about to come
+    # Settings may ask already for what is only about to come.
+    flags["identity"], flags["http"] = {"http": False, "mqtt": False}, {"host": "127.0.0.1"}
     try:
         told = settings.load(profile="cpu", config=config, flags=flags)
         identity = Identity(told.identity_files)

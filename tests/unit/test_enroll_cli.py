@@ -105,6 +105,11 @@ def test_a_device_says_what_is_wrong_in_one_sentence(arguments: tuple[str, ...],
     assert (code, reason in said, "Traceback" in said) == (1, True, False), said
 
 
+def test_a_device_that_is_to_serve_others_by_its_certificate_can_ask_for_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('http.host = "0.0.0.0"\nidentity.http = true\n')
+    assert enroll("--request", "a.csr", "--name", "press-7", "--config", str(tmp_path / "config.toml"))[0] == 0
+
+
 def test_a_device_that_has_a_name_takes_no_other() -> None:
     assert enroll("--request", "a.csr", "--name", "press-7")[0] == 0
     assert (Path("state") / "device_id").read_text() == "press-7"
