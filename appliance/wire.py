@@ -40,8 +40,6 @@ class Open:
     name: str
     runtime: str
     bundle: str = ""
-    engines: str = ""
-    """Folder with engines of the bundle that this device has made."""
     onnx: str = ""
     precision: str = "auto"
     concurrency: int = 1
@@ -61,6 +59,8 @@ class Open:
     gentle: bool = False
     """Others serve meanwhile: load and prove on a thread of low priority, and once more when memory is given back, so
     that the first request meets a warm model."""
+    engines: str = ""
+    """Folder with engines of the bundle that this device has made."""
 
 
 @dataclass(frozen=True, slots=True)

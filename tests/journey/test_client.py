@@ -183,6 +183,7 @@ def test_there_are_the_commands_that_this_file_tries() -> None:
     assert COMMANDS == [
         "bench",
         "doctor",
+        "enroll",
         "infer",
         "models",
         "rollback",

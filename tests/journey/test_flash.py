@@ -126,6 +126,7 @@ def test_a_folder_that_is_no_bsp_is_one_sentence_and_exit_code_1(workshop: Works
     assert ended.stdout == ""
 
 
+@pytest.mark.long
 def test_five_boards_are_flashed_at_once_and_a_bad_one_stops_none_and_goes_on_alone(workshop: Workshop) -> None:
     ports = ["1-1", "1-2", "1-3", "1-4", "1-8.4"]
     for port in ports:

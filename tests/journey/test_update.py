@@ -189,6 +189,7 @@ def test_a_version_whose_worker_dies_on_trial_is_taken_back_by_itself(
     daemon.stop()
 
 
+@pytest.mark.long
 def test_a_version_that_is_slower_on_live_requests_is_taken_back_by_itself_and_no_request_is_lost(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:

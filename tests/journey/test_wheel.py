@@ -41,6 +41,7 @@ def test_the_wheel_holds_exactly_our_four_packages_and_what_they_need_at_run_tim
         assert needed in names
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_installed_wheel_serves_a_bundle(installed: Path, reading_bundle: Path, tmp_path: Path) -> None:
     with Daemon(tmp_path, "--bundle", str(reading_bundle), command=installed / "appliance") as daemon:
@@ -49,6 +50,7 @@ def test_the_installed_wheel_serves_a_bundle(installed: Path, reading_bundle: Pa
         assert len(answer["lines"]) > 5
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", ["models", "kernels"])
 def test_the_daemon_refuses_to_start_with_a_foreign_package_of_our_name(
