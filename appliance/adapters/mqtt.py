@@ -46,6 +46,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from appliance.adapters.telemetry import Telemetry, ended_deployments
+from appliance.core import trace
 from appliance.core.command import CommandResult
 from appliance.core.outbox import Kind, Publication, Reconnect
 from appliance.service import InferRequest, InferResponse, Service, documents
@@ -263,10 +264,11 @@ class Mqtt:
         if request.model in self._results:
             for document in documents(response):
                 told = {"at": round(self._now(), 3), "source": request.source or None, **document}
-                self._put(Kind.TELEMETRY, f"{self._prefix}/results/{request.model}", told)
+                header = request.trace.header if request.trace else ""
+                self._put(Kind.TELEMETRY, f"{self._prefix}/results/{request.model}", told, traceparent=header)
 
-    def _put(self, kind: Kind, topic: str, document: dict[str, Any]) -> None:
-        self._spool.put(kind, topic, orjson.dumps(document), at=self._now())
+    def _put(self, kind: Kind, topic: str, document: dict[str, Any], *, traceparent: str = "") -> None:
+        self._spool.put(kind, topic, orjson.dumps(document), at=self._now(), traceparent=traceparent)
         self._wake()
 
     def _keep(self, task: asyncio.Task[None]) -> None:
@@ -288,14 +290,22 @@ class Mqtt:
         reply_to = getattr(properties, "ResponseTopic", "")
         topic = reply_to if self._may_answer_on(reply_to) else f"{self._prefix}/cmd/result"
         correlation = getattr(properties, "CorrelationData", None)
-        log.info("order", id=result.id, status=result.status, reason=result.reason or None)
+        context = trace.read(_said(message).get("traceparent", ""), os.urandom(8).hex())
+        traced = {"trace_id": context.trace_id} if context else {}
+        log.info("order", id=result.id, status=result.status, reason=result.reason or None, **traced)
 
         def safe() -> None:
             delivery.safe = True
             self._wake()
 
         self._spool.put(
-            Kind.RESULT, topic, orjson.dumps(result), at=self._now(), correlation=correlation, when_safe=safe
+            Kind.RESULT,
+            topic,
+            orjson.dumps(result),
+            at=self._now(),
+            correlation=correlation,
+            traceparent=context.header if context else "",
+            when_safe=safe,
         )
         self._wake()
 
@@ -470,6 +480,8 @@ class Mqtt:
             properties.MessageExpiryInterval = self._broker.message_expiry_s
             if publication.correlation is not None:
                 properties.CorrelationData = publication.correlation
+            if publication.traceparent:
+                properties.UserProperty = ("traceparent", publication.traceparent)
             sent = client.publish(publication.topic, publication.payload, qos=1, properties=properties)
             link.in_flight[sent.mid] = publication
 
@@ -493,8 +505,12 @@ def _numbered(packet: int, session: int) -> Properties:
     return properties
 
 
+def _said(message: paho.MQTTMessage) -> dict[str, str]:
+    """User properties of a message."""
+    return dict(getattr(message.properties, "UserProperty", ()))
+
+
 def _session(message: paho.MQTTMessage) -> int | None:
     """The session that an availability speaks of, where it says one."""
-    said = dict(getattr(message.properties, "UserProperty", ()))
-    number = said.get("session", "")
+    number = _said(message).get("session", "")
     return int(number) if number.isdecimal() else None

@@ -26,14 +26,14 @@ PRAGMA journal_mode = WAL;
 PRAGMA synchronous = FULL;
 CREATE TABLE IF NOT EXISTS publications
     (number INTEGER PRIMARY KEY, kind TEXT NOT NULL, topic TEXT NOT NULL, payload BLOB NOT NULL, at REAL NOT NULL,
-     correlation BLOB);
+     correlation BLOB, traceparent TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _AGE_S = 60.0
 """Ages are days, and to look at each takes long: it is done no more often."""
 _COMMIT_S, _RETRY_S = 1.0, 30.0
 """From a change to its commit; and after one that failed, as on a full disk."""
-_ENTRIES = "SELECT number, kind, topic, payload, at, correlation FROM publications ORDER BY number"
+_ENTRIES = "SELECT number, kind, topic, payload, at, correlation, traceparent FROM publications ORDER BY number"
 _STARTS = "starts"
 
 
@@ -71,6 +71,7 @@ class Spool:
         *,
         at: float,
         correlation: bytes | None = None,
+        traceparent: str = "",
         when_safe: Callable[[], None] = lambda: None,
     ) -> None:
         """Let `payload` wait for the broker; made `at`, in Unix seconds.
@@ -79,7 +80,7 @@ class Spool:
         """
         with self._lock:
             self._number += 1
-            publication = Publication(self._number, kind, topic, payload, at, correlation)
+            publication = Publication(self._number, kind, topic, payload, at, correlation, traceparent)
             self._when_safe[publication.number] = when_safe
             self._unwritten[publication.number] = publication
             self._forget(self._outbox.put(publication))
@@ -193,7 +194,7 @@ class Spool:
             raise sqlite3.OperationalError("it could not be opened")
         with self._database:
             rows = [(one.number, one.kind.value, *astuple(one)[2:]) for one in written]
-            self._database.executemany("INSERT OR REPLACE INTO publications VALUES (?, ?, ?, ?, ?, ?)", rows)
+            self._database.executemany("INSERT OR REPLACE INTO publications VALUES (?, ?, ?, ?, ?, ?, ?)", rows)
             self._database.executemany("DELETE FROM publications WHERE number = ?", [(number,) for number in gone])
             self._database.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", list(notes.items()))
 

@@ -40,6 +40,8 @@ class Publication:
     at: float
     """When it was made, in Unix seconds."""
     correlation: bytes | None = None
+    traceparent: str = ""
+    """Where it stands in somebody's trace, for whoever reads it; empty where it does in none."""
 
     @property
     def size_bytes(self) -> int:

@@ -112,6 +112,16 @@ def test_a_change_of_a_model_is_reported_at_once(start_daemon: StartDaemon, brok
         daemon.stop()
 
 
+def test_an_order_that_is_traced_is_answered_as_a_span_of_that_trace(listener: Listener) -> None:
+    trace_id, parent_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    listener.publish(CMD, order("traced"), traceparent=f"00-{trace_id}-{parent_id}-01")
+    version, given, span_id, flags = listener.wait_for(RESULT, id="traced").traceparent.split("-")
+    assert (version, given, flags) == ("00", trace_id, "01")
+    assert span_id != parent_id
+    listener.publish(CMD, order("not traced"), traceparent="nonsense")
+    assert listener.wait_for(RESULT, id="not traced").traceparent == ""
+
+
 def test_a_status_order_is_answered_where_the_sender_asks_with_its_correlation(listener: Listener) -> None:
     listener.publish(CMD, order("with reply"), reply_to="office/answers", correlation=b"\x00\x01\xff")
     answer = listener.wait_for("office/answers", id="with reply")

@@ -190,6 +190,7 @@ class Message:
     correlation: bytes | None
     session: str = ""
     """The session that an availability is of."""
+    traceparent: str = ""
 
     @property
     def document(self) -> dict[str, Any]:
@@ -228,8 +229,9 @@ class Listener:
     def _hear(self, _client: paho.Client, _userdata: object, message: paho.MQTTMessage) -> None:
         correlation = getattr(message.properties, "CorrelationData", None)
         said = dict(getattr(message.properties, "UserProperty", ()))
+        session, traceparent = said.get("session", ""), said.get("traceparent", "")
         self.heard.append(
-            Message(message.topic, bytes(message.payload), message.retain, correlation, said.get("session", ""))
+            Message(message.topic, bytes(message.payload), message.retain, correlation, session, traceparent)
         )
 
     def _subscribe(self, client: paho.Client, *_facts: object) -> None:
@@ -244,6 +246,7 @@ class Listener:
         reply_to: str = "",
         correlation: bytes | None = None,
         session: str = "",
+        traceparent: str = "",
         wait: bool = True,
     ) -> paho.MQTTMessageInfo:
         """Send bytes as they are, anything else as JSON, and wait for the broker to have it unless told otherwise."""
@@ -252,8 +255,9 @@ class Listener:
             properties.ResponseTopic = reply_to
         if correlation is not None:
             properties.CorrelationData = correlation
-        if session:
-            properties.UserProperty = ("session", session)
+        for name, value in (("session", session), ("traceparent", traceparent)):
+            if value:
+                properties.UserProperty = (name, value)
         content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         sent = self._client.publish(topic, content, qos=1, retain=retain, properties=properties)
         if wait:
