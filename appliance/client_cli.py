@@ -35,6 +35,11 @@ app.command("support-bundle", epilog="Example: appliance support-bundle --out ca
     doctor_cli.support_bundle
 )
 
+_WANTED = {"update": "good", "rollback": "undone"}
+"""Where a deployment stands when an order has come off."""
+_GOES_ON = ("trial", "back")
+"""Steps that a pause does not hold up."""
+_PAUSED = "updates are paused: the order resume lets them go on"
 _POLL_S = 0.5
 _FAULTS = 3
 """The last that `status` shows."""
@@ -202,24 +207,33 @@ def rollback(
 def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json: bool) -> None:
     """Give an order, wait for what comes of it if so wished, and print that."""
     order = {"id": str(uuid.uuid4()), "command": command, "args": args}
+    before = max((one["id"] for one in _deployments(url)), default=0) if wait else 0
     answer = ask("POST", url, "/v1/commands", json=order)
     if answer["status"] != "done":
         console.fail(f"{command} is {answer['status']}: {answer['reason']}")
-    if wait:
-        state = _waited(url)
-        answer = {"problem": state["problem"], "deployment": next(iter(_deployments(url)), None)}
-    if as_json:
-        print(json.dumps(answer, ensure_ascii=False))
-        return
     screen = console.plain()
     if not wait:
-        screen.print(f"{command} was ordered; `appliance status` shows how far it is")
+        if as_json:
+            print(json.dumps(answer, ensure_ascii=False))
+        else:
+            screen.print(f"{command} was ordered; `appliance status` shows how far it is")
         return
-    latest = answer["deployment"]
-    if latest:
-        screen.print(f"deployment {latest['id']}: {latest['name']} {latest['version']} is {latest['step']}")
-    if answer["problem"] or (latest and latest["reason"]):
-        screen.print(answer["problem"] or latest["reason"], style="yellow")
+    state = _waited(url)
+    meant = answer["result"]["deployment"]
+    ours = next((one for one in _deployments(url) if one["id"] == meant or one["id"] > before), None)
+    problem = _PAUSED if _held(state) else state["problem"]
+    came_off = ours["step"] == _WANTED[command] if ours else not problem
+    if as_json:
+        print(json.dumps({"problem": problem, "deployment": ours}, ensure_ascii=False))
+    else:
+        if ours:
+            screen.print(f"deployment {ours['id']}: {ours['name']} {ours['version']} is {ours['step']}")
+        elif not problem:
+            screen.print(f"nothing to do: this device runs what channel {state['channel']} holds")
+        if problem or (ours and ours["reason"]):
+            screen.print(problem or ours["reason"], style="yellow")
+    if not came_off:
+        raise typer.Exit(1)
 
 
 def _waited(url: str) -> dict[str, Any]:
@@ -228,6 +242,8 @@ def _waited(url: str) -> dict[str, Any]:
     with screen.status("") as shown:
         time.sleep(_POLL_S)  # until the daemon has begun what was ordered
         while (state := ask("GET", url, "/v1/status")["update"])["deployment"] or state["looking"]:
+            if _held(state):
+                break
             now = _progress(state) + (f" ({state['problem']})" if state["problem"] else "")
             if now != told:
                 (shown.update if screen.is_terminal else screen.print)(now)
@@ -237,12 +253,18 @@ def _waited(url: str) -> dict[str, Any]:
     return found
 
 
+def _held(update: dict[str, Any]) -> bool:
+    """Whether an operator has paused updates, and with them what is under way."""
+    return bool(update["paused"]) and update["step"] not in _GOES_ON
+
+
 def _progress(update: dict[str, Any]) -> str:
     """How far updates are, by their part of the status."""
+    paused = f"; {_PAUSED}" if update["paused"] else ""
     if not update["deployment"]:
-        return "looking at the repository" if update["looking"] else "nothing to do"
-    share = "" if update["share"] is None else f", {int(update['share'] * 10)}0 %"
-    return f"deployment {update['deployment']} is at {update['step']}{share}"
+        return ("looking at the repository" if update["looking"] and not paused else "nothing to do") + paused
+    share = "" if update["share"] is None else f", {int(update['share'] * 10) * 10} %"
+    return f"deployment {update['deployment']} is at {update['step']}{share}{paused}"
 
 
 def _deployments(url: str) -> list[dict[str, Any]]:

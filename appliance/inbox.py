@@ -118,6 +118,11 @@ def _verified(payload: bytes, commanders: Mapping[str, Commander]) -> tuple[byte
         if kind != PAYLOAD_TYPE:
             msg = f"the envelope holds {str(kind)[:80]!r}, not an order ({PAYLOAD_TYPE})"
             raise Forbidden(msg)
+        if not commanders:
+            raise Forbidden(
+                "this device knows nobody yet who may order it: it must read the repository first, and `appliance "
+                "status` says what keeps it from that"
+            )
         if not known:
             raise Forbidden(
                 "nobody who may order this device has signed: publish the key with `provision publish commanders`"

@@ -24,7 +24,8 @@ class Ledger:
     def __init__(self, journal: Journal, known: Known, on_change: Callable[[], None] = lambda: None) -> None:
         """Go on from `known`, which the journal held and which `resumed` has looked through.
 
-        `on_change` is called when a deployment came to another step.
+        `on_change` is called when a deployment came to another step, when updates are paused or go on, and when there
+        is another problem.
         """
         self._on_change = on_change
         self._journal = journal
@@ -67,7 +68,9 @@ class Ledger:
         """Tell operators why something is not done, or with nothing that all is well."""
         if problem and problem != self.problem:
             log.warning("update_problem", reason=problem)
-        self.problem = problem
+        changed, self.problem = problem != self.problem, problem
+        if changed:
+            self._on_change()
 
     async def note(self, deployment: Deployment) -> None:
         """Write down where a deployment stands, with its slot; only then it stands there."""
@@ -97,6 +100,7 @@ class Ledger:
         """Write down what signed metadata says."""
         if facts != self.facts:
             await self._until_written(lambda: setattr(self, "facts", facts), [], [], facts)
+            self._on_change()
 
     async def spoil(self, slot: Slot) -> None:
         """Write down that the files of a slot are going to be removed."""

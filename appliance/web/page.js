@@ -209,11 +209,12 @@ async function showUpdate(update) {
   byId("update").hidden = !update;
   if (!update) return;
   const latest = update.latest;
-  say("update-state", update.problem ?? (update.deployment
+  say("update-state", (update.problem ?? (update.deployment
     ? `${latest.name} ${latest.version} is at step ${update.step}`
       + (update.share ? ` (${Math.round(update.share * 100)} %)` : "")
       + (update.fetched_bytes ? `, ${bytes(update.fetched_bytes)} fetched` : "")
-    : update.looking ? `looking at channel ${update.channel}` : `channel ${update.channel}: nothing is under way`));
+    : update.looking ? `looking at channel ${update.channel}` : `channel ${update.channel}: nothing is under way`))
+    + (update.paused ? "; paused, until the order resume" : ""));
   const key = JSON.stringify([latest, update.step]);
   if (!latest || key === looked) return;
   looked = key;

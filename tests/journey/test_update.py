@@ -228,6 +228,13 @@ def test_an_operator_sees_how_far_an_update_is_and_takes_it_back_by_hand_while_r
         assert json.loads(back.stdout)["deployment"]["step"] == "undone"
         before = seen["1.0.0"]
         eventually(lambda: seen["1.0.0"] > before + 10, "the version before answers again")
+    assert back.returncode == 0
+    again = appliance("update", "--wait", env=env)
+    assert again.returncode == 1
+    assert again.stdout.startswith("scale 2.0.0 is not taken again by itself")
+    order(daemon, "pause")
+    held = appliance("update", "--wait", env=env)
+    assert (held.returncode, held.stdout) == (1, "updates are paused: the order resume lets them go on\n")
     daemon.stop()
 
 

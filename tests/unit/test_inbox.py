@@ -290,3 +290,9 @@ def test_an_id_that_a_question_had_before_does_not_keep_an_order_from_its_effect
     assert device.take(question).status == "done"
     assert device.take(signed()).result == {"deployment": 1}
     assert device.done == ["1"]
+
+
+def test_a_device_that_has_not_read_the_repository_says_so_and_blames_no_key(tmp_path: Path) -> None:
+    with closing(Device(tmp_path / "journal.db")) as device:
+        device.service.inbox = Inbox(lambda: device.journal, dict, lambda: 0.0, lambda: "first")
+        assert "it must read the repository first" in device.take(signed()).reason
