@@ -88,7 +88,7 @@ class Handshake:
 def checks(told: Settings, now: float) -> Iterator[Check]:
     """What this device needs of TLS by its settings: its identity, the broker, who renews it, who is revoked."""
     files, mqtt = told.identity_files, told.mqtt
-    yield check_identity(files.certificate, now)
+    yield check_identity(files.certificate, now, files.revoked)
     if mqtt.host and mqtt.tls:
         yield check_tls("broker tls", mqtt.host, mqtt.port, Trust(mqtt.ca, mqtt.certificate, mqtt.key), now)
     try:
@@ -103,14 +103,19 @@ def checks(told: Settings, now: float) -> Iterator[Check]:
         yield _check_list(told.http.client_crl, now)
 
 
-def check_identity(path: Path, now: float) -> Check:
-    """Whether the certificate that `appliance enroll` brought counts at `now`, and for long enough."""
+def check_identity(path: Path, now: float, revoked: Path | None = None) -> Check:
+    """Whether the certificate that `appliance enroll` brought counts at `now`, long enough, and is not in `revoked`."""
     if not path.exists():
         return Check("identity", "skip", "this device is not enrolled")
     try:
         own = read_certificates(path)[0]
+        serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
     except (OSError, ValueError) as error:
         return Check("identity", "fail", f"{path} cannot be read ({_words(error)})", "mend its rights, or enrol anew")
+    with contextlib.suppress(OSError, ValueError):  # a list that cannot be read is a finding of its own
+        if revoked and x509.load_pem_x509_crl(revoked.read_bytes()).get_revoked_certificate_by_serial_number(serial):
+            reason = f"our certificate, of {own.subject}, was revoked, says {revoked}"
+            return Check("identity", "fail", reason, "enrol anew with a token, or ask who revoked it")
     until = f"the certificate of {own.subject} is valid until {day(own.valid_until)}"
     if now < own.valid_from:
         reason = f"the certificate of {own.subject} begins on {day(own.valid_from)}, and the clock says {day(now)}"

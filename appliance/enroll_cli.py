@@ -6,7 +6,8 @@ Works on the state folder, with or without a running daemon, which takes up what
 from __future__ import annotations
 
 import json
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 # What stands behind the command is imported by it: `appliance --help` must not wait for cryptography.
 
 EPILOG = (
-    "Example: appliance enroll --url https://enrol.example.com:8453 --ca authority.pem --token TOKEN. "
+    "Example: appliance enroll --url https://enrol.example.com:8453 --ca authority/authority.pem --token TOKEN. "
     "Without options: show the certificate that is there."
 )
+
+_BRING = "bring authority/authority.pem from where `provision enroll init` made it"
 
 
 def enroll(  # noqa: PLR0913, PLR0917 - options of a command
@@ -67,18 +70,21 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
         told = settings.load(profile="cpu", config=config, flags=flags)
         identity = Identity(told.identity_files)
         if request:
-            write_file(request, identity.request(_device_id(told, name)).encode())
+            with _named(told, name) as device:
+                write_file(request, identity.request(device).encode())
             console.plain().print(f"take {request} to `provision enroll sign`, and its answer to --answer")
             return
         if answer:
             if ca is None:
                 raise ConfigError("whom to trust is not said: give the fleet's authority with --ca FILE")
-            found = identity.accept(schema.load(Issued, json.loads(answer.read_bytes())), ca.read_bytes())
+            issued = json.loads(_content(answer, "bring the answer of `provision enroll sign`"))
+            found = identity.accept(schema.load(Issued, issued), _content(ca, _BRING))
         elif url:
             if not token or not (ca or fingerprint):
                 raise ConfigError("give --token, and the authority with --ca FILE or --fingerprint HEX")
-            authority = ca.read_bytes() if ca else authority_of(url, fingerprint)
-            found = identity.enrol(url, token, _device_id(told, name), authority)
+            authority = _content(ca, _BRING) if ca else authority_of(url, fingerprint)
+            with _named(told, name) as device:
+                found = identity.enrol(url, token, device, authority)
         elif renew:
             found = identity.renew()
         else:
@@ -91,22 +97,39 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
     _show(found, as_json)
 
 
-def _device_id(told: Settings, name: str) -> str:
-    """The name that this device has, or is given now; raises ConfigError where it has another."""
+def _content(path: Path, remedy: str) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        msg = f"{path} cannot be read ({error.strerror}): {remedy}"
+        raise ConfigError(msg) from error
+
+
+@contextmanager
+def _named(told: Settings, name: str) -> Iterator[str]:
+    """The name that this device has, or is given now and keeps unless what is done under it fails.
+
+    Raises ConfigError where it has another.
+    """
     from appliance.adapters.store import Store  # noqa: PLC0415 - see the top
     from models.folder import write_file  # noqa: PLC0415
 
     kept = told.state_dir / "device_id"
     known = told.device_id or (kept.read_text(errors="replace").strip() if kept.exists() else "")
-    if not known:
-        with closing(Store(told.state_dir)) as store:
-            if name:
-                write_file(kept, name.encode())
-            known = store.device_id()
-    if name not in {"", known}:
+    if name and known not in {"", name}:
         msg = f"this device is called {known!r} already: leave --name out, or set device_id"
         raise ConfigError(msg)
-    return known
+    if known:
+        yield known
+        return
+    with closing(Store(told.state_dir)) as store:
+        try:
+            if name:
+                write_file(kept, name.encode())
+            yield store.device_id()
+        except BaseException:
+            kept.unlink(missing_ok=True)
+            raise
 
 
 def _show(facts: Facts, as_json: bool) -> None:

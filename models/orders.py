@@ -11,6 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PAYLOAD_TYPE = "application/vnd.appliance.command+json"
+COMMANDS: Mapping[str, frozenset[str]] = {
+    "status": frozenset(),
+    "load": frozenset({"name"}),
+    "unload": frozenset({"name"}),
+    "update": frozenset({"name", "force"}),
+    "rollback": frozenset({"name"}),
+    "pause": frozenset(),
+    "resume": frozenset(),
+    "abort": frozenset(),
+    "configure": frozenset({"settings"}),
+    "restart-model": frozenset({"name"}),
+    "snapshot": frozenset(),
+    "reboot": frozenset(),
+}
+"""Orders that a device of this version carries out -> the args that they take."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,12 @@ def sign(
     """Print an order in a signed envelope: the payload for mosquitto_pub."""
     from securesystemslib.dsse import Envelope  # noqa: PLC0415 - cryptography is slow to load
 
-    from models.orders import PAYLOAD_TYPE  # noqa: PLC0415
+    from models.orders import COMMANDS, PAYLOAD_TYPE  # noqa: PLC0415
     from provisioning.keys import Keys  # noqa: PLC0415
 
+    if command not in COMMANDS:
+        msg = f"there is no order {command!r}; known: {', '.join(COMMANDS)}"
+        raise ConfigError(msg)
     try:
         given = json.loads(args)
     except ValueError as error:

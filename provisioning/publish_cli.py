@@ -196,6 +196,7 @@ def serve(
     """Serve a repository over plain HTTP, for trials."""
     from provisioning.serve import server  # noqa: PLC0415 - see the top
 
+    _open(repository, []).status()  # refuses what is no repository
     with server(repository, host, port) as trial:
         address, taken = trial.server_address[:2]
         _out.print(f"serving {repository} at http://{address!s}:{taken} until interrupted", markup=False)

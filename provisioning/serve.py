@@ -13,6 +13,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import BinaryIO
 
+from models.errors import ConfigError
+
 _RANGE = re.compile(r"bytes=(\d+)-")
 
 
@@ -56,5 +58,12 @@ class _Server(ThreadingHTTPServer):
 
 
 def server(folder: Path, host: str, port: int, handler: type[RangeHandler] = RangeHandler) -> ThreadingHTTPServer:
-    """A server of `folder`, listening and not yet serving; port 0 takes a free one."""
-    return _Server((host, port), partial(handler, directory=str(folder)))
+    """A server of `folder`, listening and not yet serving; port 0 takes a free one.
+
+    Raises ConfigError where the address cannot be listened on.
+    """
+    try:
+        return _Server((host, port), partial(handler, directory=str(folder)))
+    except OSError as error:
+        msg = f"cannot listen on {host}:{port} ({error.strerror}): stop its user, or choose another with --port"
+        raise ConfigError(msg) from error

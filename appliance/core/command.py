@@ -13,22 +13,8 @@ import numpy as np
 import orjson
 
 from models import schema
+from models.orders import COMMANDS
 
-COMMANDS: Mapping[str, frozenset[str]] = {
-    "status": frozenset(),
-    "load": frozenset({"name"}),
-    "unload": frozenset({"name"}),
-    "update": frozenset({"name", "force"}),
-    "rollback": frozenset({"name"}),
-    "pause": frozenset(),
-    "resume": frozenset(),
-    "abort": frozenset(),
-    "configure": frozenset({"settings"}),
-    "restart-model": frozenset({"name"}),
-    "snapshot": frozenset(),
-    "reboot": frozenset(),
-}
-"""Orders this version carries out -> the args that they take."""
 CHANGING = frozenset(COMMANDS) - {"status"}
 """They change the device, so whoever gives them must be known: owning the broker is not owning the fleet."""
 

@@ -15,9 +15,9 @@ from doubles.service import MemoryService
 from appliance.adapters import mqtt
 from appliance.adapters.telemetry import Telemetry
 from appliance.core import deployment
-from appliance.core.command import COMMANDS, LONGEST_ID, Command, CommandResult
+from appliance.core.command import LONGEST_ID, Command, CommandResult
 from appliance.service import Outcome
-from models.orders import PAYLOAD_TYPE
+from models.orders import COMMANDS, PAYLOAD_TYPE
 
 pytestmark = pytest.mark.unit
 

@@ -9,8 +9,9 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.core.command import COMMANDS, LONGEST_ID, Command, CommandResult, read
+from appliance.core.command import LONGEST_ID, Command, CommandResult, read
 from appliance.service import Service
+from models.orders import COMMANDS
 
 pytestmark = pytest.mark.unit
 

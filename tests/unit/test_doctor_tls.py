@@ -166,6 +166,14 @@ def test_the_own_certificate_is_told_of_before_it_is_too_late(fleet: Fleet, tmp_
     assert check_identity(tmp_path / "none", now).verdict == "skip"
 
 
+def test_a_device_whose_own_list_names_its_certificate_is_told_that_it_was_revoked(fleet: Fleet) -> None:
+    files = fleet.device("press-8")
+    assert check_identity(files.certificate, time.time(), files.revoked).verdict == "ok"
+    fleet.authority.revoke("press-8", time.time())
+    found = check_identity(files.certificate, time.time(), fleet.revoked)
+    assert (found.verdict, "our certificate, of press-8, was revoked" in found.reason) == ("fail", True)
+
+
 def test_the_checks_of_a_device_follow_its_settings(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "config.toml").touch()
 

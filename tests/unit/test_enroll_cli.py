@@ -95,8 +95,11 @@ def test_the_workshop_says_what_is_wrong_in_one_sentence(
         (("--renew", "--url", "https://localhost"), "choose one of"),
         (("--url", "https://localhost"), "give --token, and the authority"),
         (("--answer", "a"), "whom to trust is not said"),
-        (("--answer", "none", "--ca", "none"), "No such file"),
-        (("--url", "https://localhost:1", "--token", "t", "--ca", "none"), "No such file"),
+        (("--answer", "none", "--ca", "none"), "none cannot be read (No such file"),
+        (
+            ("--url", "https://localhost:1", "--token", "t", "--ca", "none"),
+            "(No such file or directory): bring authority/",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -115,3 +118,14 @@ def test_a_device_that_has_a_name_takes_no_other() -> None:
     assert (Path("state") / "device_id").read_text() == "press-7"
     code, said = enroll("--request", "a.csr", "--name", "press-8")
     assert (code, "this device is called 'press-7' already" in said) == (1, True)
+
+
+@pytest.mark.parametrize("wanted", [("--name", "press-x"), ()], ids=["named", "unnamed"])
+def test_a_name_under_which_enrolment_was_refused_is_not_kept(tmp_path: Path, wanted: tuple[str, ...]) -> None:
+    with Fleet(tmp_path) as fleet:
+        ask = ("--url", fleet.url, "--token", fleet.token("press-7"), "--ca", str(fleet.ca))
+        code, said = enroll(*ask, *wanted)
+        assert (code, "this token is for another device" in said) == (1, True), said
+        assert not Path("state/device_id").exists()
+        assert enroll(*ask, "--name", "press-7")[0] == 0
+    assert Path("state/device_id").read_text() == "press-7"

@@ -13,10 +13,11 @@ from doubles.service import MemoryService
 
 from appliance import orders
 from appliance.adapters.store import Store
-from appliance.core.command import COMMANDS, Command, CommandResult
+from appliance.core.command import Command, CommandResult
 from appliance.orders import Orders, changed_by_order
 from appliance.settings import Settings
 from models.errors import BadInput, ConfigError, NotFound
+from models.orders import COMMANDS
 
 pytestmark = pytest.mark.unit
 

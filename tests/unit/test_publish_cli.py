@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -111,6 +112,7 @@ def test_keys_are_encrypted_and_open_with_their_passphrase_only(
         (("init", "repository", "--keys", "other"), "holds a repository already"),
         (("init", "fresh", "--keys", "keys"), "is there already: give an empty folder for new keys"),
         (("add", "fresh", "v1", "--keys", "keys"), "is no repository: make one with"),
+        (("serve", "fresh"), "fresh is no repository: make one with"),
         (("add", "repository", "v1", "--channel", "beta", "--keys", "keys"), "there is no channel 'beta'; known: dev"),
         (("promote", "repository", "scale", "9.0.0", "dev", "--keys", "keys"), "scale 9.0.0 is not published"),
         (("rotate-key", "repository", "root", "no-such", "--keys", "keys"), "there is no key file no-such.pub.json"),
@@ -121,6 +123,13 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         published("publish", *arguments)
+
+
+def test_a_port_that_is_taken_is_named_with_what_helps(published: Provision) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port} .*: stop its user, .* --port"):
+            published("publish", "serve", "repository", "--port", str(port))
 
 
 def test_an_order_is_printed_in_an_envelope_for_one_device(provision: Provision) -> None:
@@ -136,6 +145,8 @@ def test_an_order_is_printed_in_an_envelope_for_one_device(provision: Provision)
     assert first["sequence"] <= second["sequence"]
     with pytest.raises(ConfigError, match="--args is no JSON"):
         provision(*sign, "--args", "force")
+    with pytest.raises(ConfigError, match=r"there is no order 'flibble'; known: status, load, .*, reboot$"):
+        provision("command", "sign", "flibble", *sign[3:])
 
 
 def test_the_trial_server_sends_the_rest_of_a_file(tmp_path: Path) -> None:
