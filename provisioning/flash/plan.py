@@ -31,6 +31,9 @@ _UBUNTU = {36: "22.04", 39: "24.04"}
 _ORIN_AGAIN = (39, 2)
 """JetPack 7.0 and 7.1 (38.x) know no Orin; from here on it is back."""
 _SMALL_UEFI = (36, 4, 3)
+_IPV4 = r"\d{1,3}(\.\d{1,3}){3}"
+_NETWORK = re.compile(rf"usb0|eth0:{_IPV4}/\d{{1,2}}:{_IPV4}(:{_IPV4})?")
+"""What NVIDIA's flasher takes: over USB, or addresses of board, host and perhaps gateway."""
 _DATA = "UDA"
 """NVIDIA's name of the partition that belongs to the user."""
 PASSWORD, TICKET = "{throw-away password}", "{ticket of this run}"
@@ -105,7 +108,13 @@ class Plan:
 
 
 def make(wish: Wish, bsp: Bsp) -> Plan:
-    """The steps from this BSP folder to flashed boards; raises ConfigError where a layout cannot be changed."""
+    """The steps from this BSP folder to flashed boards.
+
+    Raises ConfigError for a network that the flasher does not know, and where a layout is missing or cannot be changed.
+    """
+    if wish.network and not _NETWORK.fullmatch(wish.network):
+        msg = f"{wish.network!r} is no network of the flasher: give usb0, or eth0:<target-ip>/<subnet>:<host-ip>"
+        raise ConfigError(msg)
     return Plan(wish, bsp.path, bsp.release or bsp.applied, (*_preparations(wish, bsp), *_images(wish)))
 
 
@@ -176,6 +185,9 @@ def _layouts(wish: Wish) -> list[str]:
 def _nvidia_layout(wish: Wish) -> str:
     board = wish.configuration()
     if wish.storage == "emmc":
+        if not board.emmc_layout:
+            msg = f"{board.name} has no eMMC: choose --storage nvme"
+            raise ConfigError(msg)
         return board.emmc_layout
     return board.layout_ab if wish.ab else board.layout
 
@@ -249,12 +261,14 @@ def _of_bsp(wish: Wish, bsp: Bsp) -> Iterator[Problem]:
 
 def _of_layout(wish: Wish, bsp: Bsp) -> Iterator[Problem]:
     board = wish.configuration()
-    if wish.storage == "emmc" and not board.emmc_layout:
-        yield Problem(f"{board.name} has no eMMC: choose --storage nvme")
+    try:
+        source = _nvidia_layout(wish)
+    except ConfigError as error:
+        yield Problem(str(error))
         return
     if wish.storage == "emmc" and wish.ab:
         yield Problem("two root file systems do not fit into eMMC beside models: add --no-ab, or choose NVMe")
-    wanted = [_nvidia_layout(wish), *(board.internal.split()[1:] if wish.storage == "nvme" else ())]
+    wanted = [source, *(board.internal.split()[1:] if wish.storage == "nvme" else ())]
     for layout in wanted:
         if layout.removeprefix("./") not in bsp.files:
             yield Problem(f"the BSP has no {layout}: unpack NVIDIA's archive again")

@@ -239,6 +239,19 @@ def test_a_module_that_a_board_does_not_take_and_a_board_that_nobody_knows_are_r
         replace(NANO, board="jetson-nano").configuration()
 
 
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (Wish(NANO.board, NANO.module, storage="emmc"), "jetson-orin-nano-devkit has no eMMC: choose --storage nvme"),
+        (replace(NANO, network="eth9"), "'eth9' is no network of the flasher: give usb0, or eth0:"),
+        (replace(NANO, network="eth0:192.168.0.17:192.168.0.21"), "is no network of the flasher"),
+    ],
+)
+def test_what_the_flasher_or_the_board_does_not_have_is_not_planned(wish: Wish, said: str, bsp: Bsp) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plans.make(wish, bsp)
+
+
 def test_boards_are_seen_on_usb_with_what_they_are_doing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for port, product in (("1-1", "7523"), ("1-8.4", "7323"), ("2-1", "7020"), ("2-2", "7035"), ("3-1", "7045")):
