@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from models.errors import CallerError, ModelError, Unavailable
+from models.errors import ApplianceError, BadInput, CallerError, ModelError, Unavailable
 from models.spec import Array
 
 _SERVER_FAULT, _NOT_NOW = 500, (429, 503, 504, 507)
@@ -82,11 +82,16 @@ class Client:
         """Each answered frame with its answer, until `capture` ends; the latest frame always goes first.
 
         A thread reads frames as they come and keeps one: whatever came while an answer was waited for is dropped, so
-        answers never lag behind the camera. While the daemon is not there or has no time, frames are dropped too.
+        answers never lag behind the camera. While the daemon is not there or has no time, frames are dropped too; it is
+        asked again after the time that it names, or after a second. When `capture` ends without one answer, BadInput
+        (it gave no frame) or the last Unavailable is raised.
         Frames travel as JPEG of `quality`. `capture` belongs to this iterator until it ends; what it raises is raised.
         """
         import cv2  # noqa: PLC0415 - cameras that send files need none
 
+        missing: ApplianceError | None = BadInput(
+            "the capture gives no frame: check that its file, address or number is there and can be opened"
+        )
         latest = _Latest(capture)
         try:
             while (frame_HWC := latest.take()) is not None:
@@ -94,9 +99,13 @@ class Client:
                 try:
                     answer = self.predict(model, encoded.tobytes(), source=source)
                 except Unavailable as error:
+                    missing = missing and error
                     time.sleep(error.retry_after_s)
                     continue
+                missing = None
                 yield frame_HWC, answer
+            if missing:
+                raise missing
         finally:
             latest.stop()
 
