@@ -17,11 +17,18 @@ MAX_BYTES = 2**31 - 1
 """What a protobuf message, and so an ONNX file, can hold."""
 
 
-def admit(content: bytes, what: str) -> None:
-    """Raise SourceError, naming `what` and the node or tensor at fault, unless passes can work on `content`."""
+OF_PACKAGE, OF_FILE = "install its package again", "give a whole ONNX file"
+"""What helps against a damaged file, by where it is from."""
+
+
+def admit(content: bytes, what: str, remedy: str = OF_PACKAGE) -> None:
+    """Raise SourceError, naming `what` and the node or tensor at fault, unless passes can work on `content`.
+
+    `remedy` is what helps when the file is damaged.
+    """
     import onnx  # noqa: PLC0415 - the workshop's help must not wait for it
 
-    model = parse(content, what)
+    model = parse(content, what, remedy)
     known = onnx.defs.onnx_opset_version()
     if model.ir_version > onnx.IR_VERSION:
         msg = (
@@ -41,7 +48,7 @@ def admit(content: bytes, what: str) -> None:
         if (node.domain, node.op_type) not in functions:
             _check_operator(node, opset, what)
     for tensor, where in _tensors(model.graph):
-        _check_tensor(tensor, where, what)
+        _check_tensor(tensor, where, what, remedy)
     for value in (*model.graph.input, *model.graph.output):
         sizes = value.type.tensor_type.shape.dim
         if any(size.HasField("dim_value") and size.dim_value == 0 for size in sizes):
@@ -55,14 +62,14 @@ def admit(content: bytes, what: str) -> None:
         raise SourceError(msg) from error
 
 
-def parse(content: bytes, what: str) -> Any:  # noqa: ANN401 - onnx has no types here
-    """The protobuf message of an ONNX file; raises SourceError naming `what` when it is none."""
+def parse(content: bytes, what: str, remedy: str = OF_PACKAGE) -> Any:  # noqa: ANN401 - onnx has no types here
+    """The protobuf message of an ONNX file; raises SourceError naming `what`, and the `remedy`, when it is none."""
     import onnx  # noqa: PLC0415 - see admit
 
     try:
         model = onnx.load_model_from_string(content)
     except Exception as error:  # protobuf's own types
-        msg = f"{what} is no ONNX graph or is cut short ({type(error).__name__}): install its package again"
+        msg = f"{what} is no ONNX graph or is cut short ({type(error).__name__}): {remedy}"
         raise SourceError(msg) from error
     if not model.graph.output or not any(one.domain in STANDARD for one in model.opset_import):
         msg = f"{what} is no ONNX graph: it has no output or no opset"
@@ -114,7 +121,7 @@ def _check_operator(node: Any, opset: int, what: str) -> None:  # noqa: ANN401 -
         raise SourceError(msg)
 
 
-def _check_tensor(tensor: Any, where: str, what: str) -> None:  # noqa: ANN401 - onnx has no types here
+def _check_tensor(tensor: Any, where: str, what: str, remedy: str) -> None:  # noqa: ANN401 - onnx has no types here
     import numpy as np  # noqa: PLC0415 - see admit
     import onnx  # noqa: PLC0415
 
@@ -133,7 +140,7 @@ def _check_tensor(tensor: Any, where: str, what: str) -> None:  # noqa: ANN401 -
     try:
         array = onnx.numpy_helper.to_array(tensor)
     except Exception as error:  # fewer bytes than its shape says
-        msg = f"{what}: the constant {where} does not hold what its shape says ({error}): install its package again"
+        msg = f"{what}: the constant {where} does not hold what its shape says ({error}): {remedy}"
         raise SourceError(msg) from error
     broken = int(np.isnan(array).sum())
     if broken:

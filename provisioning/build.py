@@ -368,7 +368,10 @@ def _fetch(source: Source, folder: Path) -> bytes:
     from provisioning import admit  # noqa: PLC0415 - see _labels
 
     content = sources.fetch(source, folder)
-    admit.admit(content, f"{source.file} of {source.package}" if source.package else source.file)
+    if source.package:
+        admit.admit(content, f"{source.file} of {source.package}")
+    else:
+        admit.admit(content, source.file, admit.OF_FILE)
     return content
 
 

@@ -76,7 +76,7 @@ def write(model: Path, out: Path, task: str, labels: Sequence[str]) -> Skeleton:
     except OSError as error:
         msg = f"{model} cannot be read ({error.strerror}): give an ONNX file with --from"
         raise ConfigError(msg) from error
-    admit.admit(content, model.name)
+    admit.admit(content, model.name, admit.OF_FILE)
     found = _look(content, model.name, task)
     if labels:
         found.labels = labels
