@@ -66,13 +66,25 @@ def client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:
 
 def refused(url: str, error: httpx.HTTPError) -> NoReturn:
     """Print why the daemon at `url` could not be asked, or what it refused, and exit with 1."""
-    if not isinstance(error, httpx.HTTPStatusError):
-        fail(f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url")
-    try:
-        reason = error.response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        reason = error.response.text[:200]
-    fail(f"{reason} (HTTP {error.response.status_code})")
+    fail(reason_of(url, error))
+
+
+def reason_of(url: str, error: httpx.HTTPError) -> str:
+    """Why the daemon at `url` could not be asked, or what it refused, and what to do."""
+    if isinstance(error, httpx.HTTPStatusError):
+        try:
+            reason = error.response.json()["error"]
+        except (ValueError, KeyError, TypeError):
+            reason = error.response.text[:200]
+        return f"{reason} (HTTP {error.response.status_code})"
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"the certificate that {url} shows is not trusted ({error}): name the PEM file of its authority in "
+            f"{CA_VARIABLE}, and call the daemon by a name that is in its certificate"
+        )
+    if isinstance(error, httpx.RemoteProtocolError) and not url.startswith("https://"):
+        return f"{url} does not answer as HTTP does ({error}): if the daemon has TLS, give its https:// address"
+    return f"the daemon does not answer at {url} ({error}): start it with `appliance run`, or give --url"
 
 
 def ask(method: str, url: str, path: str, **request: Any) -> Any:  # noqa: ANN401 - httpx's own arguments, JSON

@@ -82,8 +82,13 @@ class Here:
         return machine.l4t(self.text("etc/nv_tegra_release"))
 
 
-def examine(here: Here, config: Settings, *, now: float, status: Mapping[str, Any] | None) -> Iterator[Check]:
-    """All checks, one after the other; `status` is that of the daemon, None where none answers; `now` is wall time."""
+def examine(
+    here: Here, config: Settings, *, now: float, status: Mapping[str, Any] | None, unanswered: str = ""
+) -> Iterator[Check]:
+    """All checks, one after the other; `now` is wall time.
+
+    `status` is that of the daemon; None where none is told, for the reason in `unanswered`.
+    """
     yield python(sys.version_info[:3])
     yield libraries(*imported())
     board = host.board(here.root)
@@ -107,7 +112,7 @@ def examine(here: Here, config: Settings, *, now: float, status: Mapping[str, An
     yield broker(config.mqtt.host, config.mqtt.port)
     yield upstream(config.update.url, now)
     yield from tls_checks(config, now)
-    yield daemon(status)
+    yield daemon(status, unanswered)
 
 
 def python(version: tuple[int, int, int]) -> Check:
@@ -207,7 +212,7 @@ def power_mode(board: Mapping[str, Any]) -> Check:
 def heat(board: Mapping[str, Any]) -> Check:
     """Whether the machine slows itself down."""
     degrees = board.get("temperatures_celsius", {})
-    hottest = f"the hottest zone has {max(degrees.values()):.0f} °C" if degrees else "no sensor is told"
+    hottest = f"the hottest zone has {max(degrees.values()):.0f} °C" if degrees else "no temperature sensor was found"
     if board.get("slowed_by"):
         why = f"slowed down by {', '.join(board['slowed_by'])}; {hottest}"
         return Check("heat", "warn", why, "see to fan, dust, supply and the place it stands in")
@@ -225,7 +230,7 @@ def storage(board: Mapping[str, Any]) -> Check:
         if disk.get("reserve") in {"warning", "urgent"} or disk.get("life_used_percent", 0) >= _WORN_PERCENT:
             return Check("storage", "warn", f"{disk['disk']} is nearly worn out", "replace it before it fails")
     names = ", ".join(disk["disk"] for disk in disks)
-    return Check("storage", "ok", f"{names}: no complaint") if disks else Check("storage", "skip", "no disk is told")
+    return Check("storage", "ok", f"{names}: no complaint") if disks else Check("storage", "skip", "no disk was found")
 
 
 def system_slots(board: Mapping[str, Any]) -> Check:
@@ -235,7 +240,7 @@ def system_slots(board: Mapping[str, Any]) -> Check:
     if spent:
         why = f"slot {', '.join(spent)} of the system cannot be booted"
         return Check("system slots", "warn", why, "flash it again: an update that fails could not go back")
-    return Check("system slots", "ok" if bootable else "skip", "both can be booted" if bootable else "none are told")
+    return Check("system slots", "ok" if bootable else "skip", "both can be booted" if bootable else "none were found")
 
 
 def rights(state_dir: Path) -> Check:
@@ -392,17 +397,18 @@ def upstream(url: str, now: float) -> Check:
     return Check("upstream", "ok", f"{url} answers (HTTP {answer.status_code})")
 
 
-def daemon(status: Mapping[str, Any] | None) -> Check:
-    """Whether a daemon runs and is well."""
+def daemon(status: Mapping[str, Any] | None, unanswered: str = "") -> Check:
+    """Whether a daemon runs and is well; `unanswered` says why it has no `status`."""
     if status is None:
-        return Check("daemon", "skip", "none answers; start it with `appliance run`")
+        return Check("daemon", "skip", unanswered or "none answers; start it with `appliance run`")
     unready = [f"{one['name']}: {one['reason']}" for one in status["models"] if not one["ready"]]
     if not status["ready"]:
         return Check("daemon", "fail", f"not ready: {'; '.join(unready)}", "see `appliance status` and the log")
     degraded = [f"{one['name']}: {one['degraded']}" for one in status["models"] if one["degraded"]]
     if degraded:
         return Check("daemon", "warn", f"on a fallback: {'; '.join(degraded)}", "see the faults in `appliance status`")
-    return Check("daemon", "ok", f"ready with {len(status['models'])} models")
+    count = len(status["models"])
+    return Check("daemon", "ok", f"ready with {count} model{'' if count == 1 else 's'}")
 
 
 def imported() -> tuple[str, str]:

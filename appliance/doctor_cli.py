@@ -14,13 +14,22 @@ import typer
 from rich.table import Table
 
 from appliance import console
-from appliance.console import DEFAULT_URL, AsJson, Config, StateDir, Url, client, refused, settings_of
+from appliance.console import AsJson, Config, StateDir, client, reason_of, refused, settings_of
 from models.errors import ApplianceError, ConfigError
 
 if TYPE_CHECKING:
     from appliance.doctor_tls import Check
     from appliance.settings import Settings
 
+Url = Annotated[
+    str,
+    typer.Option(
+        help="address of the daemon (default: as in its settings)",
+        envvar="APPLIANCE_URL",
+        metavar="URL",
+        show_default=False,
+    ),
+]
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 
 
@@ -29,7 +38,7 @@ def doctor(
     model: Annotated[str, typer.Option(help="model to drill on (default: the first)", metavar="NAME")] = "",
     config: Config = None,
     state_dir: StateDir = None,
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     as_json: AsJson = False,
 ) -> None:
     """Examine this machine and the daemon on it, and say what to do about what is not well.
@@ -37,11 +46,15 @@ def doctor(
     Needs no daemon and no installation. With --drill it breaks a running daemon in every way and watches it recover:
     not while it is needed.
     """
+    told, found = known(config, state_dir)
+    url = url or address_of(told)
     if drill:
+        if found.verdict == "fail":
+            console.fail(found.reason)
         _drill(url, model, as_json=as_json)
         return
     with console.plain(stderr=True).status("looking"):
-        checks = examined(config, state_dir, url)
+        checks = [found, *examined(told, url)]
     failed = any(check.verdict == "fail" for check in checks)
     if as_json:
         print(json.dumps({"passed": not failed, "checks": [asdict(check) for check in checks]}, ensure_ascii=False))
@@ -56,30 +69,40 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examined(config: Path | None, state_dir: Path | None, url: str) -> list[Check]:
-    """Every check of this machine; a daemon that does not answer is no error."""
-    from appliance.doctor import Here, examine  # noqa: PLC0415 - the other commands need none of it
-    from appliance.doctor_tls import Check  # noqa: PLC0415 - likewise
+def known(config: Path | None, state_dir: Path | None) -> tuple[Settings, Check]:
+    """The daemon's settings, or the defaults where they cannot be used, and the check that says so."""
+    from appliance.doctor_tls import Check  # noqa: PLC0415 - the other commands need none of it
+    from appliance.settings import Settings  # noqa: PLC0415 - likewise
 
-    wrong = []
     try:
-        told = settings_of(config, state_dir)
+        return settings_of(config, state_dir), Check("settings", "ok", "they can be used")
     except ConfigError as error:
-        from appliance.settings import Settings  # noqa: PLC0415 - likewise
-
-        wrong.append(Check("settings", "fail", str(error), "mend the file or variable that it names"))
         told = Settings() if state_dir is None else Settings(state_dir=state_dir)
-    return [*wrong, *examine(Here(), told, now=time.time(), status=asked(url, "/v1/status"))]
+        return told, Check("settings", "fail", str(error), "mend the file or variable that it names")
 
 
-def asked(url: str, path: str) -> Mapping[str, Any] | None:
-    """What the daemon answers, None where none does."""
+def address_of(told: Settings) -> str:
+    """Where a daemon with these settings answers on this machine."""
+    http = told.http
+    here = http.on_loopback or http.host in {"0.0.0.0", "::"}  # noqa: S104 - what it listens on is no name to call it by
+    host = "localhost" if here else f"[{http.host}]" if ":" in http.host else http.host
+    return f"http{'s' if http.tls_certificate else ''}://{host}:{http.port}"
+
+
+def examined(told: Settings, url: str) -> list[Check]:
+    """Every check of this machine; a daemon at `url` that does not answer is no error."""
+    from appliance.doctor import Here, examine  # noqa: PLC0415 - the other commands need none of it
+
+    status: Mapping[str, Any] | None = None
+    why = ""
     try:
         with client(url, timeout_s=5.0) as http:
-            answer: Mapping[str, Any] = http.get(path).raise_for_status().json()
-    except (httpx.HTTPError, ValueError):
-        return None
-    return answer
+            status = http.get("/v1/status").raise_for_status().json()
+    except httpx.HTTPError as error:
+        why = reason_of(url, error)
+    except ValueError:
+        why = f"what answers at {url} is not the daemon: give its address with --url"
+    return list(examine(Here(), told, now=time.time(), status=status, unanswered=why))
 
 
 def _drill(url: str, model: str, *, as_json: bool) -> None:
@@ -121,7 +144,7 @@ def support_bundle(
     ] = None,
     config: Config = None,
     state_dir: StateDir = None,
-    url: Url = DEFAULT_URL,
+    url: Url = "",
     as_json: AsJson = False,
 ) -> None:
     """Collect settings without secrets, log, metrics, checks, deployments and the flight recorder into one file.
@@ -130,13 +153,11 @@ def support_bundle(
     """
     from appliance import support  # noqa: PLC0415 - the other commands need none of it
 
-    checks = examined(config, state_dir, url)
-    try:
-        told: Settings | None = settings_of(config, state_dir)
-    except ConfigError:
-        told = None  # the checks say why
+    told, found = known(config, state_dir)
+    url = url or address_of(told)
+    checks = [found, *examined(told, url)]
     with client(url, timeout_s=30.0) as http:
-        parts, left_out = support.collect(http, told)
+        parts, left_out = support.collect(http, told if found.verdict == "ok" else None)
     parts["checks.json"] = json.dumps([asdict(check) for check in checks], indent=1).encode()
     try:
         path = support.write(out, parts, left_out, time.time())

@@ -53,9 +53,13 @@ def collect(http: httpx.Client, told: Settings | None) -> tuple[dict[str, bytes]
     parts["host.txt"] = "\n".join(f"==> {path}\n{_text(path)}" for path in ("uname", *_FACTS)).encode()
     try:
         log = subprocess.run(_JOURNAL, capture_output=True, timeout=60, check=True)  # noqa: S603 - a fixed command
-        parts["journal.jsonl"] = b"".join(_cleaned(line) + b"\n" for line in log.stdout.splitlines())
     except (OSError, subprocess.SubprocessError) as error:
         left_out["journal.jsonl"] = str(error)
+    else:
+        if log.stdout.strip():
+            parts["journal.jsonl"] = b"".join(_cleaned(line) + b"\n" for line in log.stdout.splitlines())
+        else:
+            left_out["journal.jsonl"] = "the journal has no line of the unit appliance, or this user may not read it"
     return parts, left_out
 
 

@@ -6,6 +6,7 @@ Works on the state folder, not over HTTP, so that a first token can be made befo
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -84,6 +85,13 @@ def revoke(
 
 
 def _file(state_dir: Path | None, config: Path | None) -> TokenFile:
+    """The tokens of a daemon that, being still to start, may have no state folder yet: that is told, not refused."""
     from appliance.adapters.tokens import TokenFile  # noqa: PLC0415 - only here a client needs it
 
-    return TokenFile(settings_of(config, state_dir).state_dir)
+    folder = settings_of(config, state_dir).state_dir.absolute()
+    if not os.access(folder / "lock", os.F_OK):
+        console.plain(stderr=True).print(
+            f"no daemon has ever used {folder}: give the --state-dir or --config of the daemon if it has another",
+            style="yellow",
+        )
+    return TokenFile(folder)

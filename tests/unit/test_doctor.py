@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ import pytest
 import trustme
 from support.boards import plant
 
-from appliance import doctor, settings
+from appliance import doctor, doctor_cli, settings
 from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor import Here
@@ -300,7 +301,9 @@ def test_a_daemon_is_well_on_a_fallback_or_not_ready() -> None:
 
     checks = [doctor.daemon(one) for one in (None, status(True, None), status(True, "no GPU"), status(False, None))]
     assert verdicts(*checks) == ["skip", "ok", "warn", "fail"]
+    assert checks[1].reason == "ready with 1 model"
     assert "it died" in checks[-1].reason
+    assert doctor.daemon(None, "why").reason == "why"
 
 
 def test_every_check_has_a_name_of_its_own_and_is_plain_data(tmp_path: Path) -> None:
@@ -309,6 +312,29 @@ def test_every_check_has_a_name_of_its_own_and_is_plain_data(tmp_path: Path) -> 
     verdicts(*checks)
     assert len({check.name for check in checks}) == len(checks) >= 18
     assert json.loads(json.dumps([dataclasses.asdict(check) for check in checks]))[0]["name"] == "python"
+
+
+def test_the_table_in_the_documents_names_every_check(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent.parent / "docs" / "commands.md").read_text().partition("## The doctor")[2]
+    told = {name for row in re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE) for name in row.split(", ")}
+    made = {check.name for check in doctor.examine(tree(tmp_path), settings.Settings(), now=NOW, status=None)}
+    where_wanted = {"broker tls", "enrolment", "revoked certificates"}  # not yielded for a device that needs none
+    assert told - {"check"} == made | where_wanted | {"settings"}
+
+
+@pytest.mark.parametrize(
+    ("http", "address"),
+    [
+        ({}, "http://localhost:8080"),
+        ({"port": 21080, "tls_certificate": "a.pem"}, "https://localhost:21080"),
+        ({"host": "0.0.0.0", "tls_certificate": "a.pem"}, "https://localhost:8080"),  # noqa: S104 - nobody listens
+        ({"host": "10.0.0.7", "tls_certificate": "a.pem"}, "https://10.0.0.7:8080"),
+        ({"host": "fd00::7", "tls_certificate": "a.pem"}, "https://[fd00::7]:8080"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_doctor_asks_where_the_settings_say(http: dict[str, Any], address: str) -> None:
+    assert doctor_cli.address_of(settings.Settings(http=settings.Http(**http))) == address
 
 
 def test_devices_that_this_user_may_not_open_are_named(tmp_path: Path) -> None:
