@@ -47,10 +47,10 @@ def doctor(
     not while it is needed.
     """
     told, found = known(config, state_dir)
+    if drill and not url and found.verdict == "fail":
+        console.fail(found.reason)
     url = url or address_of(told)
     if drill:
-        if found.verdict == "fail":
-            console.fail(found.reason)
         _drill(url, model, as_json=as_json)
         return
     with console.plain(stderr=True).status("looking"):
@@ -84,8 +84,9 @@ def known(config: Path | None, state_dir: Path | None) -> tuple[Settings, Check]
 def address_of(told: Settings) -> str:
     """Where a daemon with these settings answers on this machine."""
     http = told.http
-    here = http.on_loopback or http.host in {"0.0.0.0", "::"}  # noqa: S104 - what it listens on is no name to call it by
-    host = "localhost" if here else f"[{http.host}]" if ":" in http.host else http.host
+    if http.tls_certificate and (http.on_loopback or http.host in {"0.0.0.0", "::"}):  # noqa: S104 - no name to call it by
+        return f"https://localhost:{http.port}"  # a certificate is for names
+    host = f"[{http.host}]" if ":" in http.host else http.host
     return f"http{'s' if http.tls_certificate else ''}://{host}:{http.port}"
 
 

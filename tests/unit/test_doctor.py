@@ -325,7 +325,7 @@ def test_the_table_in_the_documents_names_every_check(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("http", "address"),
     [
-        ({}, "http://localhost:8080"),
+        ({}, "http://127.0.0.1:8080"),
         ({"port": 21080, "tls_certificate": "a.pem"}, "https://localhost:21080"),
         ({"host": "0.0.0.0", "tls_certificate": "a.pem"}, "https://localhost:8080"),  # noqa: S104 - nobody listens
         ({"host": "10.0.0.7", "tls_certificate": "a.pem"}, "https://10.0.0.7:8080"),
