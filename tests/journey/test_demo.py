@@ -35,7 +35,7 @@ def test_the_demo_reads_both_pictures_answers_over_mqtt_and_leaves_nothing_behin
         end_marked(mark)
     for expected in (
         "60000053668",
-        "ThankYou",
+        "Thank",  # "ThankYou" in float, "Thank You" in INT8: the faster of them reads it
         "GIVE",
         "YOUR",
         "done: device demo",

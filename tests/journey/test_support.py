@@ -60,7 +60,7 @@ def test_a_support_bundle_holds_what_a_stranger_needs_and_no_secret(start_daemon
     config = tmp_path / "config.toml"
     config.write_text(
         f'[mqtt]\nhost = "127.0.0.1"\nport = {free_port()}\nusername = "press"\npassword = "{HIDDEN}"\n'
-        f'[update]\nurl = "http://user:{HIDDEN}@127.0.0.1:1/"\nroot = "root.json"\n'
+        '[update]\nurl = "http://127.0.0.1:1/"\nroot = "root.json"\n'
     )
     out = tmp_path / "case.tar.gz"
     options = ["--out", str(out), "--config", str(config), "--state-dir", str(daemon.state_dir), "--url", daemon.url]
