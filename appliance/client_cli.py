@@ -230,8 +230,9 @@ def _order(url: str, command: str, args: dict[str, Any], *, wait: bool, as_json:
             screen.print(f"deployment {ours['id']}: {ours['name']} {ours['version']} is {ours['step']}")
         elif not problem:
             screen.print(f"nothing to do: this device runs what channel {state['channel']} holds")
-        if problem or (ours and ours["reason"]):
-            screen.print(problem or ours["reason"], style="yellow")
+        reason = problem or (ours["reason"] if ours else "")
+        if reason:
+            screen.print(reason, style="yellow")
     if not came_off:
         raise typer.Exit(1)
 
