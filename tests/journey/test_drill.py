@@ -120,10 +120,6 @@ def test_a_spoiled_load_is_seen_and_the_next_one_serves(start_daemon: StartDaemo
     daemon.stop()
 
 
-def test_doctor_wants_to_be_told_what_to_examine() -> None:
-    assert appliance("doctor").returncode == 2
-
-
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_the_drill_lists_every_fault_with_its_recovery_time_and_leaves_everything_whole(
