@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from models.engine import ENGINES
 from models.errors import ConfigError
 from models.folder import make_folder, read_measurements, write_file, write_measurements
 from models.measurements import Measurements
@@ -104,4 +105,4 @@ class Store:
         os.close(self._lock)
 
     def _measurements(self, digest: str) -> Path:
-        return self.path / "engines" / digest / "cpu" / "measurements.json"
+        return self.path / ENGINES / digest / "cpu" / "measurements.json"
