@@ -305,7 +305,6 @@ class Updater:
             replace(known, time_floor=floor, revoked={**known.revoked, **signed.revoked}, commanders=signed.commanders)
         )
         self._looked_at = time.monotonic()
-        self._ledger.say("")
         return accepted
 
     def _refresh(self, now: float) -> tuple[Accepted, Facts]:
@@ -319,27 +318,28 @@ class Updater:
 
         Whether one was begun.
         """
-        accepted = await self._accepted()
+        accepted, problems = await self._accepted(), list[str]()
         for name in self._followed:
             serving = self._service.serving(name).digest or ""
             brought, revoked = self._ledger.brought(serving), self._ledger.facts.revoked
             if brought and serving in revoked:
                 reason = f"revoked: {revoked[serving]}"
                 await self._ledger.note(rules.after(brought, Event.REVOKED, self._now().wall, reason=reason))
+                self._ledger.say("")
                 return True
             release = await self._offered(accepted, name)
             forced = self._forced.pop(name, "")
             if release is None and name in self._config.pins:
-                self._ledger.say(f"{name} is pinned to {self._config.pins[name]}, which is not published")
+                problems.append(f"{name} is pinned to {self._config.pins[name]}, which is not published")
             if release is None or release.pointer.digest == serving:
                 continue
             pointer = release.pointer
             why_not = rules.condemned(self._ledger.deployments, pointer.digest)
             if pointer.digest in revoked:
-                self._ledger.say(f"channel {self._config.channel} holds {name} {pointer.version}, which was revoked")
+                problems.append(f"channel {self._config.channel} holds {name} {pointer.version}, which was revoked")
             elif why_not and not forced:
                 known = f"{name} {pointer.version} is not taken again by itself ({why_not})"
-                self._ledger.say(f"{known}: `appliance update --force` takes it")
+                problems.append(f"{known}: `appliance update --force` takes it")
             else:
                 begun = Deployment(
                     id=self._ledger.next_id,
@@ -351,7 +351,9 @@ class Updater:
                     ordered_by=forced,
                 )
                 await self._ledger.note(begun)
+                self._ledger.say("")
                 return True
+        self._ledger.say("; ".join(problems))  # once, at the end: whoever asks meanwhile is told what was found before
         return False
 
     async def _advance(self, active: Deployment) -> None:
@@ -449,6 +451,7 @@ class Updater:
     async def _release(self, deployment: Deployment) -> Manifest:
         """The signed manifest of a deployment, if that is still what its channel holds."""
         accepted = await self._accepted()
+        self._ledger.say("")
         revoked = self._ledger.facts.revoked.get(deployment.digest)
         if revoked is not None:
             raise _EndedElsewhereError(Event.REVOKED, f"revoked: {revoked}")
