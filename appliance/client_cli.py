@@ -80,6 +80,9 @@ def infer(
 ) -> None:
     """Send a picture and print what the model answers."""
     parameters = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
+    if out and out.exists() and out.samefile(file):
+        msg = f"{out} is the picture itself: name another file"
+        raise typer.BadParameter(msg, param_hint="--out")
     content = file.read_bytes()
     answer = ask("POST", url, f"/v1/models/{model}/predict", content=content, params=parameters)
     if out:

@@ -45,6 +45,8 @@ STATUS: Mapping[type[ApplianceError], int] = {
 }
 """Most derived class first; every other error is the appliance's own: 500."""
 
+REQUEST_ID, LONGEST_ID = b"x-request-id", 100
+"""The header by which a caller knows its answers again, and how many bytes of it are given back."""
 _LONGEST_ERROR = 1000
 _LONGEST_QUOTE = 100
 """Characters."""
@@ -108,8 +110,21 @@ class Parts(Response):
         await send({"type": "http.response.body", "body": self._parts[-1]})
 
 
+def request_id(request: Request) -> str:
+    """What the caller calls this request; empty where it does not, or uses too many words."""
+    said: bytes = request.scope.get("known", {}).get(REQUEST_ID, b"")
+    return said.decode("latin-1") if len(said) <= LONGEST_ID else ""
+
+
 def answer_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
     """The answer to any exception, and the exception again where it is a fault of ours, to be logged."""
+    response, fault = _answer_to(request, error)
+    if said := request_id(request):
+        response.raw_headers.append((REQUEST_ID, said.encode("latin-1")))
+    return response, fault
+
+
+def _answer_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
     if isinstance(error, ApplianceError):
         return refusal(error), None
     if isinstance(error, ClientDisconnect):

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from appliance import __version__
 from appliance.adapters import about, access, oip, openapi
-from appliance.adapters.answers import Json, Parts, add_errors, answer_to
+from appliance.adapters.answers import LONGEST_ID, REQUEST_ID, Json, Parts, add_errors, answer_to, request_id
 from appliance.adapters.bodies import Bodies, header
 from appliance.adapters.live import Live, add_page
 from appliance.adapters.metrics import Metrics
@@ -40,7 +40,6 @@ log = structlog.get_logger()
 
 _INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
-_ID, _LONGEST_ID = b"x-request-id", 100
 _OFF_LOOP_BYTES = 64 * 1024
 """JSON larger than this is read and written in a thread, not on the event loop."""
 
@@ -142,7 +141,7 @@ class Door:
                 outputs=parsed.outputs,
                 deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
                 priority=parsed.priority or DEFAULT_PRIORITY,
-                id=_request_id(request) or (parsed.id or "")[:_LONGEST_ID],
+                id=request_id(request) or (parsed.id or "")[:LONGEST_ID],
                 trace=_trace(request),
             )
             response = await _unless_gone(request, self._service.infer(wanted))
@@ -171,7 +170,7 @@ class Door:
                 deadline_ms=deadline_ms,
                 priority=priority,
                 source=source,
-                id=_request_id(request),
+                id=request_id(request),
                 trace=_trace(request),
             )
             answer = Json(await _unless_gone(request, self._service.predict(wanted)))
@@ -323,12 +322,6 @@ def _loaded(info: ModelInfo) -> ModelInfo:
     return info
 
 
-def _request_id(request: Request) -> str:
-    """What the caller calls this request; empty where it does not, or uses too many words."""
-    said: bytes = request.scope["known"].get(_ID, b"")
-    return said.decode("latin-1") if len(said) <= _LONGEST_ID else ""
-
-
 def _trace(request: Request) -> Trace | None:
     said = request.scope["known"].get(b"traceparent")
     return trace.read(said.decode("latin-1"), os.urandom(8).hex()) if said else None
@@ -337,8 +330,8 @@ def _trace(request: Request) -> Trace | None:
 def _echoed(wanted: InferRequest, request: Request) -> list[tuple[bytes, bytes]]:
     """Headers by which the caller knows the answer again, as far as it gave some."""
     headers = []
-    if _request_id(request):
-        headers.append((_ID, wanted.id.encode("latin-1")))
+    if request_id(request):
+        headers.append((REQUEST_ID, wanted.id.encode("latin-1")))
     if wanted.trace:
         headers.append((b"traceparent", wanted.trace.header.encode()))
     return headers

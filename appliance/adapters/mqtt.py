@@ -69,6 +69,9 @@ _MOST_LEVELS = 100
 _SPARE_WINDOW = 3
 """Of what a broker takes at once, for availability and state."""
 _PACKET_OVERHEAD_BYTES = 1024
+_BLAMES = frozenset({0x81, 0x82, 0x90, 0x95, 0x97, 0x99})
+"""Reasons for which a broker hangs up that speak of what it was sent: malformed, against the protocol, topic, size,
+quota, format. Some take fewer levels of a topic, or less in one, than they announce."""
 _SESSIONS_OF_A_START = 1_000_000
 _REPORTED = "reported"
 
@@ -102,8 +105,11 @@ class _Delivery:
 class _Link:
     """One connection: what paho's callbacks noted about it, and what is in flight on it."""
 
-    def __init__(self, session: int) -> None:
-        self.session = session
+    def __init__(self, session: int, *, careful: bool) -> None:
+        self.session, self.careful = session, careful
+        """Careful is one after a broker found fault with what it was sent: one thing at a time, to see which it is."""
+        self.blames = False
+        """Whether the broker hung up for what it was sent."""
         self.up_at: float | None = None
         self.fault = ""
         self.window = 2**16
@@ -126,7 +132,7 @@ class _Link:
             self.fault = f"the broker refused the connection: {reason}"
             return
         self.up_at = time.monotonic()
-        self.window = max(1, getattr(properties, "ReceiveMaximum", self.window) - _SPARE_WINDOW)
+        self.window = 1 if self.careful else max(1, getattr(properties, "ReceiveMaximum", self.window) - _SPARE_WINDOW)
         self.largest_bytes = getattr(properties, "MaximumPacketSize", self.largest_bytes)
 
     def on_disconnect(
@@ -135,6 +141,7 @@ class _Link:
         """The broker says why it hangs up."""
         if flags.is_disconnect_packet_from_server:
             self.fault = f"the broker closed the connection: {reason}"
+            self.blames = reason.value in _BLAMES
 
     def on_subscribe(
         self, _client: paho.Client, _userdata: object, _mid: int, reasons: list[ReasonCode], _more: object
@@ -179,8 +186,10 @@ class Mqtt:
         self._telemetry = Telemetry(service)
         self._state: deque[bytes] = deque(maxlen=1)
         """What is to be retained, when that has changed."""
-        self._link = _Link(spool.start_number * _SESSIONS_OF_A_START)
+        self._link = _Link(spool.start_number * _SESSIONS_OF_A_START, careful=False)
         self._fault = "not connected yet"
+        self._given_up_topics: deque[str] = deque(maxlen=100)
+        """An order that was not acknowledged comes again, and must not have its answer there again."""
         self._stopping = threading.Event()
         self._cut_off = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -316,7 +325,8 @@ class Mqtt:
         would be taken for what they usually say.
         """
         misleading = topic.startswith(f"{self._prefix}/") and topic != f"{self._prefix}/cmd/result"
-        return bool(topic) and not set(topic) & set("+#$") and topic.count("/") < _MOST_LEVELS and not misleading
+        unfit = set(topic) & set("+#$") or topic.count("/") >= _MOST_LEVELS or topic in self._given_up_topics
+        return bool(topic) and not misleading and not unfit
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # it was stopped: nobody is there to be woken
@@ -325,9 +335,9 @@ class Mqtt:
     # In the thread that owns the connection
 
     def _run(self) -> None:
-        tries = Reconnect()
+        tries, careful = Reconnect(), False
         while not self._stopping.is_set():
-            link = self._link = _Link(self._link.session + 1)
+            link = self._link = _Link(self._link.session + 1, careful=careful)
             self._loop.call_soon_threadsafe(self._tell)  # with this session's number
             try:
                 self._connect(link)
@@ -337,6 +347,7 @@ class Mqtt:
                 link.fault = f"{type(error).__name__}: {error}"
             was_up, link.up_at = link.up_at, None
             self._fault = link.fault
+            careful = link.blames and not self._given_up(link)
             self._spool.disconnected()
             if self._stopping.is_set():
                 return
@@ -344,6 +355,16 @@ class Mqtt:
             if was_up is not None or tries.failures == 1:
                 log.warning("mqtt_down", broker=self._broker.host, port=self._broker.port, reason=link.fault)
             self._stopping.wait(tries.wait_s(random.random(), self._broker.longest_retry_s))  # noqa: S311 - not for secrets
+
+    def _given_up(self, link: _Link) -> bool:
+        """Whether it is known for what the broker hung up: it would do so for ever, so that one is sent no more."""
+        if len(link.in_flight) != 1 or link.state_in_flight is not None:
+            return False
+        (publication,) = link.in_flight.values()
+        log.warning("mqtt_given_up", topic=publication.topic, reason=link.fault)
+        self._given_up_topics.append(publication.topic)
+        self._settle(publication, refused=True)
+        return True
 
     def _connect(self, link: _Link) -> None:
         """One connection from CONNECT to its end; raises OSError, or returns with the fault of `link` set."""
@@ -472,6 +493,8 @@ class Mqtt:
         if self._state and link.state_in_flight is None:
             sent = client.publish(f"{self._prefix}/state", self._state.pop(), qos=1, retain=True)
             link.state_in_flight = sent.mid
+        if link.careful and link.state_in_flight is not None:
+            return
         for publication in self._spool.take(time.monotonic(), link.window):
             if publication.size_bytes + _PACKET_OVERHEAD_BYTES > link.largest_bytes:
                 self._settle(publication, refused=True)

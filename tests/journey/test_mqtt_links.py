@@ -128,6 +128,25 @@ def test_a_broker_that_hangs_up_after_it_has_accepted_is_tried_again_but_not_in_
         daemon.stop()
 
 
+def test_an_answer_for_which_a_broker_hangs_up_goes_to_our_own_topic_and_keeps_nothing_back(
+    start_null: StartDaemon, broker: Mosquitto
+) -> None:
+    broker.start()
+    deep = "/".join(["deep"] * 12)
+    with Wire(broker.port, refused=deep.encode()) as wire, Listener(broker.port) as listener:
+        daemon = connect(start_null, wire.address)
+        eventually(lambda: connected(daemon), "it is connected", 20)
+        for number in range(5):
+            listener.publish(CMD, order(f"deep {number}"), reply_to=deep if number == 2 else "", wait=False)
+        for number in range(5):
+            listener.wait_for(RESULT, 60, id=f"deep {number}")
+        eventually(lambda: not daemon.status()["mqtt"]["spool"]["waiting_bytes"], "nothing waits", 30)
+        assert not listener.on(deep)
+        assert wire.connections < 10
+        serves(daemon)
+    daemon.stop()
+
+
 def test_over_a_slow_link_every_order_is_answered_once_and_the_connection_stays(
     start_null: StartDaemon, broker: Mosquitto
 ) -> None:

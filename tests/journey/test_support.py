@@ -116,6 +116,8 @@ def test_infer_writes_a_copy_of_the_picture_where_it_is_told_to(tiny_daemon: Dae
     shown = appliance("infer", "blank", str(picture), "--out", str(out), "--url", tiny_daemon.url)
     assert shown.returncode == 0, shown.stderr
     assert cv2.imread(str(out)).shape == (48, 64, 3)
+    same = appliance("infer", "blank", str(picture), "--out", str(picture), "--url", tiny_daemon.url)
+    assert (same.returncode, "the picture itself" in same.stderr) == (2, True)
     wrong = appliance("infer", "blank", str(picture), "--out", str(tmp_path / "found.txt"), "--url", tiny_daemon.url)
     assert (wrong.returncode, "use .png or .jpg" in wrong.stderr) == (1, True)
 

@@ -92,9 +92,12 @@ class Mosquitto:
 class Wire:
     """A link to something on loopback that can go silent, and be slow on the way back; as a context it is there."""
 
-    def __init__(self, port: int, delay_s: float = 0.0) -> None:
-        """Lead to `port`; what comes back is held up for `delay_s`, piece by piece."""
-        self._target, self._delay_s = port, delay_s
+    def __init__(self, port: int, delay_s: float = 0.0, *, refused: bytes = b"") -> None:
+        """Lead to `port`; what comes back is held up for `delay_s`, piece by piece.
+
+        Who sends a piece with `refused` in it is told so by MQTT's DISCONNECT, as some brokers do, and hung up on.
+        """
+        self._target, self._delay_s, self._refused = port, delay_s, refused
         self._server = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._server.getsockname()[1])
         self.address = f"127.0.0.1:{self.port}"
@@ -135,12 +138,16 @@ class Wire:
                 far = socket.create_connection(("127.0.0.1", self._target))
                 self._ends.append(far)
                 self.connections += 1
-                for start, end, delay_s in ((near, far, 0.0), (far, near, self._delay_s)):
-                    self._start(self._pump, start, end, delay_s)
+                for start, end, delay_s, refused in ((near, far, 0.0, self._refused), (far, near, self._delay_s, b"")):
+                    self._start(self._pump, start, end, delay_s, refused)
 
-    def _pump(self, start: socket.socket, end: socket.socket, delay_s: float) -> None:
+    def _pump(self, start: socket.socket, end: socket.socket, delay_s: float, refused: bytes) -> None:
         with contextlib.suppress(OSError):
             while data := start.recv(65536):
+                if refused and refused in data:
+                    start.sendall(b"\xe0\x02\x90\x00")  # topic name invalid
+                    start.shutdown(socket.SHUT_RDWR)
+                    break
                 time.sleep(delay_s)
                 self.open.wait()
                 end.sendall(data)

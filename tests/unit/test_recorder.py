@@ -159,6 +159,8 @@ def test_http_gives_back_the_request_id_and_the_trace_that_it_was_given(path: st
     assert request.id == "cam-7/17"
     assert request.trace
     assert request.trace.span_id == given.parent_id
+    nowhere = ask("POST", path.replace("/models/", "/models/no-"), headers=headers, **body)
+    assert (nowhere.status_code, nowhere.headers["x-request-id"]) == (404, "cam-7/17")
     plain = ask("POST", path, **body)
     assert not {"x-request-id", "traceparent"} & set(plain.headers)
     assert "x-request-id" not in ask("POST", path, headers={"x-request-id": "x" * 101}, **body).headers
