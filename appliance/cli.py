@@ -10,9 +10,9 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:
         # structlog loads rich when it finds it; a terminal's comfort has no place in a daemon's memory.
         sys.modules["rich"] = None  # type: ignore[assignment] # documented way to make an import fail
-        from appliance import daemon  # noqa: PLC0415 - only this branch may load it
+        from appliance import start  # noqa: PLC0415 - only this branch may load it
 
-        sys.exit(daemon.main(sys.argv[2:]))
+        sys.exit(start.main(sys.argv[2:]))
     from appliance import client_cli  # noqa: PLC0415 - only this branch may load typer
 
     client_cli.app()

@@ -1,4 +1,4 @@
-"""`appliance run`: builds everything, starts it in order, stops it in reverse. The only file that sees everything.
+"""The daemon: builds everything, starts it in order, stops it in reverse. The only file that sees everything.
 
 Past 400 lines with how bundles are opened, at the start and for a swap: that takes the settings, the store and the
 memory, which meet only here.
@@ -6,17 +6,14 @@ memory, which meet only here.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import gc
-import logging
-import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +21,8 @@ from typing import Any
 
 import structlog
 import uvicorn
-import uvloop
 from starlette.types import ASGIApp
 
-import kernels
-import models
 from appliance import __version__, settings, wire
 from appliance.adapters import host, http
 from appliance.adapters.access import gate_before
@@ -43,7 +37,6 @@ from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.adapters.traces import Exporter
 from appliance.board import Board
-from appliance.core.limits import Limits
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
@@ -55,9 +48,11 @@ from appliance.orders import Orders, changed_by_order
 from appliance.recorder import FLIGHTS, Recorder
 from appliance.runtime.machine import machine
 from appliance.service import Bundle, Service
+from appliance.spare import Spare
+from appliance.start import configure_log
 from appliance.updates import Updates
 from models.bundle import check_name
-from models.errors import ApplianceError, BundleError, ConfigError
+from models.errors import BundleError, ConfigError
 from models.folder import BundleFolder
 from models.measurements import Measurements, known_on, memory_on
 from models.targets import BACKENDS
@@ -73,21 +68,12 @@ _EVERYWHERE = "onnxruntime-cpu"
 """The runtime that needs no accelerator, driver or compiled plan."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the daemon until SIGTERM or SIGINT; 0 after a clean stop, 1 with a reason, 2 for wrong usage."""
-    options = _parser().parse_args(arguments)
-    _configure_log(sys.stderr.isatty())
-    try:
-        _refuse_foreign_packages()
-        config = settings.load(profile=options.profile, config=options.config, flags=_flags(options))
-        return uvloop.run(_run(config))
-    except ApplianceError as error:
-        print(f"appliance run: {error}", file=sys.stderr)
-        return 1
+async def run(config: settings.Settings, spare: Spare) -> int:
+    """Serve until SIGTERM or SIGINT; 0 then. The first model gets the worker of `spare`, which may be on its way.
 
-
-async def _run(config: settings.Settings) -> int:
-    """Start each part and note how it stops; whatever happens, they stop in reverse."""
+    Each part is started and notes how it stops; whatever happens, they stop in reverse. Raises ApplianceError where
+    the daemon cannot run.
+    """
     async with contextlib.AsyncExitStack() as stack:
         tls = _door(config.http)
         store = Store(config.state_dir)
@@ -95,7 +81,7 @@ async def _run(config: settings.Settings) -> int:
         given, config = config, changed_by_order(config, store)
         listener = stack.enter_context(_listen(config.http.host, config.http.port))
         device_id = config.device_id or store.device_id()
-        _configure_log(sys.stderr.isatty(), device_id=device_id)
+        configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
         started_at, board = (clock := host.WallClock())(), Board()
 
@@ -120,7 +106,7 @@ async def _run(config: settings.Settings) -> int:
 
         switches: dict[str, Switch] = {"clock-step": clock.step, "disk-full": store.pretend_full}
         faults = Faults(switches) if config.faults.enabled else None
-        memory = MachineMemory(config, _limits(config), store)
+        memory = MachineMemory(config, spare, store)
         updates = stack.enter_context(contextlib.closing(Updates(config, clock)))
         engines = Engines(config, lambda holder, terms: keeper.lease(holder, terms))  # noqa: PLW0108 - there is no keeper yet
         open_bundle = partial(_open_bundle, config=config, store=store, memory=memory, updates=updates, engines=engines)
@@ -289,30 +275,12 @@ def _server(app: ASGIApp, config: settings.Settings, tls: Listening | None) -> _
     )
 
 
-class _StandardError:
-    """Where the log goes. What cannot be written is lost: a full disk or a reader that left must stop no daemon."""
-
-    def write(self, text: str) -> None:
-        """Write at once, because what waits in a buffer would fail again at the very end."""
-        data = text.encode(errors="backslashreplace")
-        with contextlib.suppress(OSError):
-            while data:
-                data = data[os.write(sys.stderr.fileno(), data) :]
-
-    def flush(self) -> None:
-        """Nothing waits."""
-
-
 def _bodies(http: settings.Http) -> Bodies:
     return Bodies(each_bytes=http.body_limit_bytes, all_bytes=http.bodies_limit_bytes)
 
 
-def _limits(config: settings.Settings) -> Limits:
-    return Limits(**config.limits.model_dump(), body_bytes=config.http.body_limit_bytes)
-
-
 def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Callable[[Path], Bundle]) -> list[Bundle]:
-    limits = _limits(config)
+    limits = config.of_a_model
     found = [open_bundle(path) for path in config.bundles]
     for name, path in config.onnx.items():
         check_name(name)
@@ -353,7 +321,7 @@ def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Call
 def _open_bundle(
     path: Path, config: settings.Settings, store: Store, memory: MachineMemory, updates: Updates, engines: Engines
 ) -> Bundle:
-    limits = _limits(config)
+    limits = config.of_a_model
     folder = BundleFolder(path)
     manifest = folder.manifest
     digest = manifest.digest
@@ -438,103 +406,3 @@ def _listen(address: str, port: int) -> socket.socket:
         msg = f"cannot listen on {address}:{port} ({error.strerror}): stop its user, or choose with --http HOST:PORT"
         raise ConfigError(msg) from error
     return listener
-
-
-def _refuse_foreign_packages() -> None:
-    """`models` and `kernels` are common names: another package of that name would be silently used."""
-    home = Path(__file__).parent.parent
-    for package in (models, kernels):
-        where = Path(package.__file__ or "").parent.parent
-        if where != home:
-            msg = (
-                f"package {package.__name__!r} comes from {where}, not from {home}: "
-                "install the appliance into an environment of its own"
-            )
-            raise BundleError(msg)
-
-
-def _configure_log(terminal: bool, device_id: str = "") -> None:
-    """Log lines to standard error: for people on a terminal, else JSON; with the device's name once it is known."""
-
-    def named(_logger: object, _method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-        if "model" in line:
-            line["model_id"] = line["model"]
-        return {**line, "device_id": device_id} if device_id else line
-
-    stream: Any = _StandardError()
-    renderer: Any = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
-    stamps: list[Any] = [
-        structlog.contextvars.merge_contextvars,
-        named,
-        structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso"),
-        structlog.processors.format_exc_info,
-    ]
-    structlog.configure(
-        processors=[*stamps, renderer],
-        logger_factory=structlog.WriteLoggerFactory(stream),
-    )
-    # Libraries (the server, the event loop) log through the standard library: the same kind of lines.
-    libraries = logging.StreamHandler(stream)
-    libraries.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=[structlog.stdlib.add_logger_name, *stamps],
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
-    )
-    logging.basicConfig(level=logging.WARNING, handlers=[libraries], force=True)
-    logging.captureWarnings(capture=True)
-
-
-def _flags(options: argparse.Namespace) -> dict[str, Any]:
-    flags: dict[str, Any] = {}
-    if options.bundle:
-        flags["bundles"] = tuple(options.bundle)
-    if options.onnx:
-        flags["onnx"] = dict(options.onnx)
-    if options.http:
-        flags["http"] = dict(zip(("host", "port"), options.http, strict=True))
-    if options.mqtt:
-        flags["mqtt"] = dict(zip(("host", "port"), options.mqtt, strict=True))
-    for name in ("state_dir", "precision"):
-        if getattr(options, name) is not None:
-            flags[name] = getattr(options, name)
-    return flags
-
-
-def _address(text: str) -> tuple[str, int]:
-    name, colon, port = text.rpartition(":")
-    if not colon or not port.isdigit():
-        msg = f"{text!r} is not HOST:PORT"
-        raise argparse.ArgumentTypeError(msg)
-    return name.strip("[]"), int(port)
-
-
-def _named_file(text: str) -> tuple[str, Path]:
-    name, equals, path = text.partition("=")
-    if not equals or not name or not path:
-        msg = f"{text!r} is not NAME=FILE"
-        raise argparse.ArgumentTypeError(msg)
-    return name, Path(path)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="appliance run",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Serve models over local HTTP, and over MQTT when a broker is given.",
-        epilog="Example: appliance run --bundle ./ppocr-v4 --state-dir ./state\n"
-        "Then, in another terminal: appliance status\n\n"
-        "Every setting can also stand in the file of --config, or in the environment (APPLIANCE_HTTP__PORT=8081).\n"
-        "Exit codes: 0 stopped cleanly, 1 could not run (the reason is printed), 2 wrong usage.",
-    )
-    add = parser.add_argument
-    add("--bundle", metavar="DIR", type=Path, action="append", help="bundle folder to serve; may be repeated")
-    add("--onnx", metavar="NAME=FILE", type=_named_file, action="append", help="bare ONNX file to serve, unverified")
-    add("--http", metavar="HOST:PORT", type=_address, help="address to listen on (default 127.0.0.1:8080)")
-    add("--mqtt", metavar="HOST:PORT", type=_address, help="MQTT 5 broker to connect to (default: none)")
-    add("--precision", choices=("auto", "fp32", "int8"), help="where it passed the gate (default auto)")
-    add("--state-dir", metavar="DIR", type=Path, help="where the daemon keeps its state")
-    add("--config", metavar="FILE", type=Path, help=f"settings (default {settings.SYSTEM_CONFIG} when it exists)")
-    add("--profile", metavar="NAME", default="cpu", help="defaults for a kind of machine (default cpu)")
-    return parser

@@ -16,12 +16,10 @@ import structlog
 from appliance import settings, wire
 from appliance.adapters import cgroup, host
 from appliance.adapters.store import Store
-from appliance.core.limits import Limits
 from appliance.core.pressure import Bounds
-from appliance.life import Life, StartLife
+from appliance.life import StartLife
 from appliance.memory import Keeper, Rules, Sample, Tenant
 from appliance.spare import Spare
-from appliance.supervisor import arena_bytes_of
 from models.measurements import Measurements, Memory
 
 log = structlog.get_logger()
@@ -62,12 +60,13 @@ class Notebook:
 class MachineMemory:
     """The memory that models may have on this machine, and those who look after it."""
 
-    def __init__(self, config: settings.Settings, limits: Limits, store: Store) -> None:
+    def __init__(self, config: settings.Settings, spare: Spare, store: Store) -> None:
+        """`spare` holds the worker of the first model; later ones wait in it only where settings allow it."""
         self._config, self._store = config, store
         self.notebooks: dict[str, Notebook] = {}
         """By digest."""
-        self.spare = Spare(arena_bytes_of(limits), config.runtime) if config.memory.spare_worker else None
-        self.start_life: StartLife = self.spare.start_life if self.spare else Life
+        self._spare = spare if config.memory.spare_worker else None
+        self.start_life: StartLife = spare.start_life
 
     def keeper(self, bundles: Sequence[Tenant]) -> Keeper:
         """The keeper of `bundles`."""
@@ -80,7 +79,7 @@ class MachineMemory:
             self._rules(),
             sample=_sample,
             overhead_bytes=known_bytes,
-            spare=self.spare,
+            spare=self._spare,
             limit=(lambda _name, _pid, _bytes: None) if isinstance(groups, str) else groups.limit,
             on_learned=self._learned,
         )

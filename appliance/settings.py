@@ -289,6 +289,11 @@ class Settings(BaseSettings):
         return (init_settings,)
 
     @property
+    def of_a_model(self) -> ModelLimits:
+        """The bounds of each model."""
+        return ModelLimits(**self.limits.model_dump(), body_bytes=self.http.body_limit_bytes)
+
+    @property
     def identity_files(self) -> IdentityFiles:
         """Where `appliance enroll` keeps what it brought."""
         return IdentityFiles(self.state_dir / "identity")

@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 import structlog
 
+from appliance import wire
+from appliance.core.limits import Limits
 from appliance.life import Life
 
 log = structlog.get_logger()
@@ -18,9 +20,9 @@ log = structlog.get_logger()
 class Spare:
     """At most one waiting worker."""
 
-    def __init__(self, arena_bytes: int, runtime: str) -> None:
-        """Workers have arenas of that size and run models with `runtime`."""
-        self._arena_bytes, self._runtime = arena_bytes, runtime
+    def __init__(self, limits: Limits, runtime: str) -> None:
+        """Workers take requests of models with those `limits`, and run them with `runtime`."""
+        self._arena_bytes, self._runtime = wire.arena_bytes(limits), runtime
         self._life: Life | None = None
 
     @property
@@ -28,12 +30,12 @@ class Spare:
         """Its process; None when there is none."""
         return self._life.process.pid if self._life else None
 
-    def keep(self) -> None:
-        """Start one unless there is one; when none can be started there is none."""
+    def keep(self, *, gentle: bool = True) -> None:
+        """Start one unless there is one, `gentle` to those who serve; when none can be started there is none."""
         if self._life is None:
             try:
                 self._life = Life(
-                    self._arena_bytes, self._runtime, on_data=self._spoke, on_end=self._ended, gentle=True
+                    self._arena_bytes, self._runtime, on_data=self._spoke, on_end=self._ended, gentle=gentle
                 )
             except OSError as error:
                 log.warning("no_spare_worker", reason=str(error.strerror))

@@ -23,7 +23,7 @@ from appliance.arena import ArenaFullError, Slot
 from appliance.core.faults import Fault, classify, cuda_code
 from appliance.core.health import DOUBTFUL, UP, Event, Patience, Rung, State, WorkerHealth
 from appliance.core.limits import Limits
-from appliance.core.schedule import DEFAULT_PRIORITY, DEPTH, Schedule, Ticket
+from appliance.core.schedule import DEFAULT_PRIORITY, Schedule, Ticket
 from appliance.core.seldom import Seldom
 from appliance.core.watch import NEVER, Watch
 from appliance.life import Life, StartLife
@@ -330,7 +330,7 @@ class Supervisor:
         gentle, self._gentle = self._gentle, False  # the next one replaces a worker that is gone: that is urgent
         try:
             life = self._start_life(
-                arena_bytes_of(self._limits),
+                wire.arena_bytes(self._limits),
                 self._ways[self.health.way].runtime,
                 on_data=self._receive,
                 on_end=self._hung_up,
@@ -627,13 +627,6 @@ def _run(ticket: Ticket[Work], *, one_run: bool) -> wire.Run:
 
 def _late(what: str) -> DeadlineExceeded:
     return DeadlineExceeded(f"the deadline passed while the request {what}: allow more time")
-
-
-def arena_bytes_of(limits: Limits) -> int:
-    """Size of each of the two arenas of a worker."""
-    # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
-    most = (DEPTH + 1) * limits.concurrency
-    return most * (limits.body_bytes + wire.INLINE_BYTES)
 
 
 def _serves(ready: wire.Ready, way: wire.Open) -> bool:

@@ -22,6 +22,8 @@ from typing import Any, TypeAlias, get_args
 import orjson
 
 from appliance.arena import Arena, Slot
+from appliance.core.limits import Limits
+from appliance.core.schedule import DEPTH
 from models import schema
 from models.errors import TooLarge
 from models.measurements import Memory
@@ -31,6 +33,12 @@ INLINE_BYTES = 64 * 1024
 MESSAGE_BYTES = 192 * 1024  # under Linux's default socket buffer, which bounds one message
 BARE_GRAPH = "model"
 _LENGTH = struct.Struct("<I")
+
+
+def arena_bytes(limits: Limits) -> int:
+    """Size of each of the two arenas of a worker."""
+    # Each thread of the worker answers a run before it frees its memory, so that many more may be in use.
+    return (DEPTH + 1) * limits.concurrency * (limits.body_bytes + INLINE_BYTES)
 
 
 @dataclass(frozen=True, slots=True)

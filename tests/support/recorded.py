@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from appliance import daemon
+from appliance import start
 from appliance.adapters import repository
 from appliance.adapters.journal import Journal
 from appliance.adapters.repository import Repository
@@ -84,4 +84,4 @@ if __name__ == "__main__":
     repository._CHUNK_BYTES = 16 * 1024  # noqa: SLF001 - a small bundle has several, too
     _announce_syncs()
     _promise()
-    sys.exit(daemon.main(sys.argv[2:]))  # after "run"
+    sys.exit(start.main(sys.argv[2:]))  # after "run"
