@@ -75,6 +75,9 @@ class Batch:
     """Reported state, as on MQTT's /state; None where it is the one that was acknowledged last."""
     items: tuple[Item, ...] = ()
     acks: Acks = field(default_factory=Acks)
+    exchange: int = 0
+    """Of the last answer that this incarnation got; by it the server knows a batch that was held back on its way, and
+    that it was itself restored from a copy older than that answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,10 @@ class Answer:
     """None where the device holds it already."""
     commands: tuple[Ordered, ...] = ()
     opinions: tuple[Opinion, ...] = ()
+    exchange: int = 0
+    """To be sent with the next batch, and kept over restarts."""
+    send_state: bool = False
+    """The server lacks the state that was acknowledged last: it belongs into the next batch, unchanged or not."""
 
 
 @dataclass(frozen=True, slots=True)
