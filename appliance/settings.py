@@ -36,6 +36,8 @@ CLIENT_VARIABLES = frozenset(f"{ENV_PREFIX}{name}" for name in ("URL", "TOKEN", 
 SYSTEM_CONFIG = Path("/etc/appliance/config.toml")
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 _LIMITS = ModelLimits()
+_WINDOW = r"^(([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d)?$"
+"""From one time of day to another."""
 
 
 def default_state_dir() -> Path:
@@ -171,6 +173,7 @@ class Identity(_Part):
         default=False, description="serve over TLS with it, and take clients of the same authority (client_roles)"
     )
     mqtt: bool = Field(default=False, description="speak TLS with the broker, which must be of the same authority")
+    upstream: bool = Field(default=False, description="show it to upstream, which must be of the same authority")
     check_s: float = Field(
         default=6 * 3600.0, ge=1, le=7 * 86400, description="how often the list of revoked certificates is fetched"
     )
@@ -187,7 +190,7 @@ class Update(_Part):
     pins: Mapping[str, str] = Field(default={}, description="bundle -> the version it runs, whatever its channel holds")
     window: str = Field(
         default="",
-        pattern=r"^(([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d)?$",
+        pattern=_WINDOW,
         description="UTC, like 22:00-04:30: new versions are tried and serve only then; downloads need no window",
     )
     check_s: float = Field(default=3600.0, ge=1, le=7 * 86400, description="how often the repository is asked")
@@ -204,6 +207,48 @@ class Update(_Part):
     trial_ratio: float = Field(
         default=2.0, ge=1, le=100, description="live requests may be so much slower than before (P95)"
     )
+
+
+class Upstream(_Part):
+    """The server that a device reports to, and whose wishes it follows; no url means none."""
+
+    url: str = Field(default="", pattern=r"^(https?://[^\s@]+)?$", description="address, without /v1/sync")
+    token_file: Path | None = Field(default=None, description="file with this device's token; read at each exchange")
+    ca: Path | None = Field(default=None, description="PEM file of who signed the server's certificate")
+    certificate: Path | None = Field(default=None, description="PEM file of our own, in place of a token")
+    key: Path | None = Field(default=None, description="PEM file, when the key is not in certificate")
+    interval_s: float = Field(
+        default=60.0, gt=0, le=86400, description="between two exchanges; what is urgent does not wait for the next"
+    )
+    longest_retry_s: float = Field(default=300.0, gt=0, le=86400, description="longest wait between two tries")
+    day_bytes: int = Field(default=0, ge=0, description="most that is exchanged in any 24 hours; 0 is no limit")
+    window: str = Field(
+        default="",
+        pattern=_WINDOW,
+        description="UTC, like 22:00-04:30: telemetry and samples are sent only then; what is urgent needs no window",
+    )
+    telemetry_s: float = Field(default=300.0, ge=0, le=86400, description="between two telemetry items; 0 is none")
+    spool_bytes: int = Field(
+        default=16 * 2**20, ge=2**16, le=2**30, description="what may wait for the server, in memory and on disk"
+    )
+    spool_age_s: float = Field(default=7 * 86400.0, gt=0, le=10 * 365 * 86400, description="older telemetry is dropped")
+    labels: Mapping[str, str] = Field(default={}, description="what the fleet may choose this device by")
+
+
+class SecondOpinion(_Part):
+    """Doubtful pictures that a larger model upstream reads again; off until models are named."""
+
+    models: frozenset[str] = Field(default=frozenset(), description="bundles whose doubtful pictures may leave")
+    confidence: float = Field(default=0.8, ge=0, le=1, description="what was found with less is doubtful")
+    pictures: Literal["crops", "whole"] = Field(
+        default="crops", description="what leaves: only what surrounds the doubtful places, or whole pictures"
+    )
+    blur: bool = Field(default=False, description="make all but the doubtful places in it unrecognisable")
+    keep_s: float = Field(
+        default=86400.0, gt=0, le=365 * 86400, description="neither here nor upstream is a picture kept for longer"
+    )
+    per_hour: int = Field(default=60, gt=0, le=100_000, description="most samples an hour")
+    wait_s: float = Field(default=10.0, gt=0, le=600, description="requests with escalate=wait wait no longer")
 
 
 class Engines(_Part):
@@ -270,6 +315,8 @@ class Settings(BaseSettings):
     clock: Clock = Clock()
     identity: Identity = Identity()
     update: Update = Update()
+    upstream: Upstream = Upstream()
+    second_opinion: SecondOpinion = SecondOpinion()
     engines: Engines = Engines()
     log: Log = Log()
     traces: Traces = Traces()
@@ -330,6 +377,7 @@ def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Sett
         raise ConfigError(
             "update.url is set and nothing says whom to trust: set update.root to the repository's root.json"
         )
+    _refuse_open_upstream(settings)
     return settings
 
 
@@ -355,6 +403,10 @@ def _with_identity(settings: Settings) -> Settings:
         mqtt = settings.mqtt
         update = {"tls": True, "ca": mqtt.ca or files.authority, "certificate": mqtt.certificate or files.certificate}
         changes["mqtt"] = mqtt.model_copy(update=update)
+    if settings.identity.upstream:
+        told = settings.upstream
+        update = {"ca": told.ca or files.authority, "certificate": told.certificate or files.certificate}
+        changes["upstream"] = told.model_copy(update=update)
     return settings.model_copy(update=changes)
 
 
@@ -388,6 +440,19 @@ def _refuse_open_door(http: Http) -> None:
         raise ConfigError("http.client_ca is set, but client certificates come over TLS only: set http.tls_certificate")
     if http.client_crl is not None and http.client_ca is None:
         raise ConfigError("http.client_crl is set and nobody's certificates are taken: set http.client_ca too")
+
+
+def _refuse_open_upstream(settings: Settings) -> None:
+    told = settings.upstream
+    scheme, _, rest = told.url.partition("://")
+    local = rest.startswith("[::1]") or rest.partition("/")[0].partition(":")[0] in LOOPBACK
+    if scheme == "http" and not local:
+        raise ConfigError(
+            "upstream.url is plain HTTP beyond this machine, by which everybody on the way reads and changes what is "
+            "said: use https"
+        )
+    if settings.second_opinion.models and not told.url:
+        raise ConfigError("second_opinion.models is set, and there is nobody to ask: set upstream.url")
 
 
 def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:

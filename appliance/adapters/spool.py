@@ -1,4 +1,4 @@
-"""`spool.db`: what waits for the broker, kept over restarts. Memory cards wear, so it is written seldom.
+"""`spool.db`, `sync.db`: what waits for the broker, or for upstream, kept over restarts. Written seldom: cards wear.
 
 All that waits is in memory; the database is its image. One thread writes it, a second after something has changed, all
 changes in one commit: what the broker has acknowledged until then never touches the disk. So with a broker that answers
@@ -7,9 +7,10 @@ nothing is written at all, and without one a second's telemetry is what a power 
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class Spool:
         self.commits = self.refused = 0
         self.problem = ""
         """Why nothing is kept on disk; empty while it is."""
+        self._name = path.name
         self._database, waiting = self._opened(path)
         self._outbox = Outbox(rules, waiting)
         self._number = max((one.number for one in self._outbox), default=0)
@@ -89,10 +91,12 @@ class Spool:
                 self._forget(self._outbox.aged(at))
         self._changed.set()
 
-    def take(self, now: float, window: int) -> list[Publication]:
-        """What is to be sent at the monotonic time `now` to a broker that takes `window` at once."""
+    def take(
+        self, now: float, window: int, kinds: Collection[Kind] = tuple(Kind), most_bytes: float = math.inf
+    ) -> list[Publication]:
+        """What is to be sent at the monotonic time `now` to a broker that takes `window` at once; see `Outbox.take`."""
         with self._lock:
-            return self._outbox.take(now, window)
+            return self._outbox.take(now, window, kinds, most_bytes)
 
     def wait_s(self, now: float, window: int) -> float | None:
         """Seconds until `take` has more by itself, None where it will not."""
@@ -180,7 +184,7 @@ class Spool:
                 self._unwritten_notes = notes | self._unwritten_notes
             if not self.problem:
                 log.warning("spool_not_written", reason=str(error))
-            self.problem = f"spool.db cannot be written ({error}): what waits is in memory only"
+            self.problem = f"{self._name} cannot be written ({error}): what waits is in memory only"
             return False
         self.commits, self.problem = self.commits + 1, ""
         with self._lock:

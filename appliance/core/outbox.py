@@ -1,15 +1,16 @@
-"""What waits for the broker: what is sent when, what is dropped for whom, and how long to wait to connect again. Pure.
+"""What waits for the broker, or for upstream: what is sent when, what is dropped for whom, when to try again. Pure.
 
-Results (of orders, of deployments) are never dropped. Telemetry is: the oldest first when there is too much of it, and
-what is older than anybody wants. After an outage results go first, then telemetry in the order in which it was made, at
-a limited pace. No more than a window of publications is ever unacknowledged, and while a connection stands none is sent
-twice: so a slow broker gets no storm.
+Results (of orders, of deployments) and alarms are never dropped. Telemetry and samples are: the oldest first when there
+is too much, samples before telemetry, and what is older than anybody wants. After an outage results go first, then
+telemetry in the order in which it was made, at a limited pace. No more than a window of publications is ever
+unacknowledged, and while a connection stands none is sent twice: so a slow broker gets no storm.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,8 +26,15 @@ _TOPIC_BYTES = 64
 class Kind(str, Enum):
     """What a publication is worth; the more, the earlier it is sent."""
 
+    DEPLOYMENT = "deployment"
+    ALARM = "alarm"
     RESULT = "result"
     TELEMETRY = "telemetry"
+    SAMPLE = "sample"
+
+
+SPARE = (Kind.SAMPLE, Kind.TELEMETRY)
+"""They make room for others, the first first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,11 @@ class Rules:
     """What an operator allows."""
 
     most_bytes: int = 16 * 2**20
-    """Of all that waits; telemetry makes room."""
+    """Of all that waits; telemetry and samples make room."""
     age_s: float = 7 * 86400.0
     """Older telemetry is dropped."""
+    sample_age_s: float = 86400.0
+    """Older samples are dropped."""
     window: int = 16
     """Publications that may be unacknowledged; below the 20 that brokers usually take."""
     replay_per_s: float = 50.0
@@ -73,7 +83,7 @@ class Outbox:
         self._in_flight: set[int] = set()
         self.size_bytes = 0
         self.dropped: Counter[str] = Counter()
-        """Telemetry that was given up, by reason: `full`, `old`."""
+        """Telemetry and samples that were given up, by reason: `full`, `old`."""
         self._tokens, self._filled_at = float(rules.window), 0.0
         for publication in waiting:
             self._add(publication)
@@ -104,35 +114,45 @@ class Outbox:
         return self._trimmed()
 
     def aged(self, wall: float) -> list[int]:
-        """Drop telemetry that is too old; its numbers.
+        """Drop telemetry and samples that are too old; their numbers.
 
         What was made while the clock showed a time that is known to be past (a board without a battery begins in
         1970) has no known age, and waits for room only.
         """
+        ages_s = {Kind.TELEMETRY: self._rules.age_s, Kind.SAMPLE: self._rules.sample_age_s}
         old = [
             number
-            for number, one in self._waiting[Kind.TELEMETRY].items()
-            if RELEASED_AT <= one.at < wall - self._rules.age_s and number not in self._in_flight
+            for kind, age_s in ages_s.items()
+            for number, one in self._waiting[kind].items()
+            if RELEASED_AT <= one.at < wall - age_s and number not in self._in_flight
         ]
         for number in old:
             self._remove(number)
         self.dropped["old"] += len(old)
         return old
 
-    def take(self, now: float, window: int) -> list[Publication]:
-        """What is to be sent now, which is in flight from then on; `window` is the broker's, where it is smaller."""
+    def take(
+        self, now: float, window: int, kinds: Collection[Kind] = tuple(Kind), most_bytes: float = math.inf
+    ) -> list[Publication]:
+        """What is to be sent now, which is in flight from then on; `window` is the broker's, where it is smaller.
+
+        Of `kinds` only, and no more than `most_bytes` together: what does not fit lets smaller ones pass.
+        """
         self._fill(now)
         room = min(window, self._rules.window) - len(self._in_flight)
         taken: list[Publication] = []
         for publication in self:
             if len(taken) >= room:
                 break
-            if publication.number in self._in_flight:
+            if publication.number in self._in_flight or publication.kind not in kinds:
+                continue
+            if publication.size_bytes > most_bytes:
                 continue
             if publication.kind is Kind.TELEMETRY:
                 if self._tokens < _ONE:
                     break
                 self._tokens -= 1
+            most_bytes -= publication.size_bytes
             taken.append(publication)
         self._in_flight |= {publication.number for publication in taken}
         return taken
@@ -164,12 +184,14 @@ class Outbox:
 
     def _trimmed(self) -> list[int]:
         dropped = []
-        free = (number for number in self._waiting[Kind.TELEMETRY] if number not in self._in_flight)  # the broker may
-        while self.size_bytes > self._rules.most_bytes and (number := next(free, None)) is not None:  # have the others
-            dropped.append(number)
-            self.size_bytes -= self._waiting[Kind.TELEMETRY][number].size_bytes
+        spare = (one for kind in SPARE for one in self._waiting[kind].values())
+        free = (one for one in spare if one.number not in self._in_flight)  # the broker may have the others
+        over_bytes = self.size_bytes - self._rules.most_bytes
+        while over_bytes > 0 and (one := next(free, None)) is not None:
+            dropped.append(one.number)
+            over_bytes -= one.size_bytes
         for number in dropped:
-            del self._waiting[Kind.TELEMETRY][number]
+            self._remove(number)
         self.dropped["full"] += len(dropped)
         return dropped
 
