@@ -14,7 +14,7 @@ import httpx
 import typer
 from rich.table import Table
 
-from appliance import __version__, console, doctor_cli, enroll_cli, token_cli
+from appliance import __version__, console, doctor_cli, enroll_cli, fleet_cli, token_cli
 from appliance.console import DEFAULT_URL, AsJson, Url, ask, client, refused
 from models.answers import items
 from models.errors import ApplianceError
@@ -27,6 +27,7 @@ app = typer.Typer(
 )
 
 app.add_typer(token_cli.app, name="token")
+app.add_typer(fleet_cli.app, name="fleet")
 app.command("enroll", epilog=enroll_cli.EPILOG)(enroll_cli.enroll)
 app.command(epilog="Example: appliance doctor, before or after installation; appliance doctor --drill")(
     doctor_cli.doctor

@@ -252,6 +252,11 @@ class Manifest:
                 msg = f"manifest names a blob {blob.sha256[:80]!r} that is no sha256"
                 raise BundleError(msg)
 
+    @property
+    def reader(self) -> str | None:
+        """Name of the graph that reads lines of text; None where none does."""
+        return next((name for name, graph in self.graphs.items() if graph.original), None)
+
     def blobs(self) -> list[Blob]:
         """Every blob the manifest names, each once."""
         found = {}

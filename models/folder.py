@@ -21,12 +21,14 @@ import numpy as np
 from models import schema
 from models.bundle import Blob, Manifest
 from models.errors import BundleError
-from models.measurements import Measurements
+from models.measurements import Measurements, Parity
 from models.spec import Array
 
 MANIFEST = "manifest.json"
 REPORTS = ("report.html", "report.json")
 """What the gate measured, for people and for programs: advisory, outside the digest."""
+_PARITY = "parity"
+"""Among the measurements, and no target's name."""
 _OURS = re.compile(
     r"blobs|blobs/sha256|measurements"
     r"|(blobs/sha256/\.?[0-9a-f]{64}|measurements/\.?[a-z0-9-]+\.json|\.?(manifest|report)\.json|\.?report\.html)(\.new)?"
@@ -85,6 +87,21 @@ class BundleFolder:
     def measurements(self, target: str) -> Measurements | None:
         """What was measured on one machine for `target`, if anything usable was written."""
         return read_measurements(_measurements_path(self.path, target))
+
+    def parity(self) -> Parity | None:
+        """What `keep_parity` wrote for this content; None when there is nothing usable, or it was for another."""
+        try:
+            found = schema.load(Parity, json.loads(_measurements_path(self.path, _PARITY).read_bytes()))
+        except (OSError, ValueError, RecursionError):
+            return None
+        return found if found.device.digest == self.manifest.digest else None
+
+    def keep_parity(self, parity: Parity) -> Path:
+        """Write it beside the bundle; where. It goes when another bundle is built into this folder. Raises OSError."""
+        path = _measurements_path(self.path, _PARITY)
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, json.dumps(schema.dump(parity), indent=1, sort_keys=True).encode())
+        return path
 
 
 def blob_path(folder: Path, blob: Blob) -> Path:

@@ -1,4 +1,4 @@
-"""What was measured of a bundle on one machine: advice about time and memory, which nothing vouches for."""
+"""What was measured of a bundle on one machine: advice about time, memory and likeness, which nothing vouches for."""
 
 from __future__ import annotations
 
@@ -48,6 +48,57 @@ class Measurements:
     """Graph -> precision -> milliseconds of one run on one thread."""
     memory: Memory | None = None
     """With the precisions that are served on that machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answering:
+    """One of two bundles that were compared, in the precision that answered."""
+
+    name: str
+    version: str
+    digest: str
+    precision: str
+    kv_heads: int = 0
+    """Key and value heads that its attention shares; 0 where none are shared."""
+
+    def __str__(self) -> str:
+        """Like "INT8, 2 KV heads"."""
+        precision = "float" if self.precision == REFERENCE else self.precision.upper()
+        return precision + (f", {self.kv_heads} KV heads" if self.kv_heads else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far a device's bundle answers as the one upstream does, to the same samples: advice before a rollout.
+
+    Differences are device minus upstream in points, hundredths of a share: below 0 the device does worse.
+    """
+
+    device: Answering
+    upstream: Answering
+    measure: str
+    """What `points` is of: "exact match" where lines of text are read, otherwise "likeness of outputs"."""
+    points: float
+    on: str
+    """What both were shown: "67 lines"."""
+    runtime: str
+    machine: Mapping[str, str]
+    interval_points: tuple[float, ...] = ()
+    """95 % interval, low and high; empty where there is none."""
+    agreement: float | None = None
+    """Share of the lines that both read the same; None where no lines are read."""
+
+    def __str__(self) -> str:
+        """One sentence for whoever is about to roll the device's bundle out."""
+        other = (self.upstream.name, self.upstream.version)
+        which = "" if other == (self.device.name, self.device.version) else " {} {}".format(*other)
+        interval = " to ".join(f"{one:+.1f}" for one in self.interval_points)
+        within = f"95 % interval {interval}, " if interval else ""
+        alike = "" if self.agreement is None else f"; both read the same on {self.agreement:.1%}"
+        return (
+            f"{self.device} on the device against {self.upstream}{which} upstream: {self.points:+.1f} points of "
+            f"{self.measure} ({within}{self.on}){alike}"
+        )
 
 
 def known_on(machine: Mapping[str, str], *measured: Measurements | None) -> Mapping[str, Mapping[str, float]]:

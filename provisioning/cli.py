@@ -268,6 +268,42 @@ def verify(
         _out.print(f"report: {report_file}")
 
 
+@app.command(epilog=_epilog("provision parity ppocr-v4-kv2 ppocr-v4 --precision int8"))
+def parity(
+    bundle: Annotated[Path, typer.Argument(help="Folder of the bundle that devices are to run.")],
+    upstream: Annotated[Path | None, typer.Argument(help="That of the one upstream; default: the same.")] = None,
+    precision: Annotated[Precision, typer.Option(help="On devices; auto: what would be served.")] = Precision.auto,
+    upstream_precision: Annotated[Precision, typer.Option(help="Upstream.")] = Precision.fp32,
+    data: Data = None,
+    split: Annotated[str, typer.Option(help="calibrate, tune, gate, or all.")] = "gate",
+    splits: Annotated[Path | None, typer.Option("--splits", help="splits.tsv, for data that has none.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a device's bundle with the one upstream on the same lines, and keep that beside it."""
+    from appliance.runtime import choose  # noqa: PLC0415 - see the top
+    from models import schema  # noqa: PLC0415
+    from models.folder import BundleFolder  # noqa: PLC0415
+    from provisioning import data as labelled  # noqa: PLC0415
+    from provisioning import steps  # noqa: PLC0415
+    from provisioning.verify import parity as compare  # noqa: PLC0415
+
+    ours, theirs = BundleFolder(bundle), BundleFolder(upstream or bundle)
+    project = labelled.default_folder()
+    with _progress() as report:
+        lines: tuple[labelled.Line, ...] = ()
+        if ours.manifest.reader and theirs.manifest.reader:
+            report("reading labelled data")
+            lines = labelled.load(data or project, split, splits, project).lines
+        wanted = precision.value, upstream_precision.value
+        found = compare(ours, theirs, wanted, lines, choose(steps.RUNTIME), steps.THREADS, report)
+    path = ours.keep_parity(found)
+    if as_json:
+        _print_json(schema.dump(found))
+        return
+    _out.print(f"{found.device.name} {found.device.version}: {found}", markup=False)
+    _out.print(f"kept in {path}; shown before a rollout is confirmed", markup=False)
+
+
 def _print_verified(result: Mapping[str, Any]) -> None:
     lines, pages = result["packed"]["lines"], result["pages"]
     if result["data"]["left_out"]:

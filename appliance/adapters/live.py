@@ -29,7 +29,7 @@ _WATCHERS = 32
 
 
 _WEB = Path(__file__).parent.parent / "web"
-_PAGE = {"/": "index.html", "/page.css": "page.css", "/page.js": "page.js"}
+_PAGE = {"/": "index.html", "/page.css": "page.css", "/parts.js": "parts.js", "/page.js": "page.js"}
 _PAGE_HEADERS = {
     "cache-control": "no-cache",  # the files of another version of the appliance would be shown for months
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",

@@ -36,6 +36,9 @@ def test_the_wheel_holds_exactly_our_four_packages_and_what_they_need_at_run_tim
         "appliance/web/index.html",
         "appliance/web/page.css",
         "appliance/web/page.js",
+        "appliance/web/parts.js",
+        "appliance/web/fleet.html",
+        "appliance/web/fleet.js",
         "appliance/systemd/appliance.service",
     ):
         assert needed in names

@@ -36,7 +36,8 @@ def browser() -> Iterator[Browser]:
 
 @contextlib.contextmanager
 def opened(chromium: Browser, url: str, **how: Any) -> Iterator[Page]:  # noqa: ANN401 - playwright's own
-    """The page at `url` in a window of its own, with the status shown; fails when the page itself has failed."""
+    """The page at `url` in a window of its own, when `shown` is true of it; fails when the page itself has failed."""
+    shown = how.pop("shown", "device.textContent !== ''")
     failed: list[str] = []
     context = chromium.new_context(viewport=how.pop("viewport", DESKTOP), **how)
     context.set_default_timeout(20_000)
@@ -44,7 +45,7 @@ def opened(chromium: Browser, url: str, **how: Any) -> Iterator[Page]:  # noqa: 
     page.on("pageerror", lambda error: failed.append(str(error)))
     try:
         page.goto(url)
-        until(page, "device.textContent !== ''")
+        until(page, shown)
         yield page
     finally:
         context.close()

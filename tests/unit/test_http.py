@@ -184,10 +184,11 @@ def test_the_status_page_may_be_asked_for_by_head() -> None:
 
 
 def test_the_status_page_needs_nothing_from_outside() -> None:
-    pages = {path: ask("GET", path) for path in ("/", "/page.css", "/page.js")}
+    pages = {path: ask("GET", path) for path in ("/", "/page.css", "/parts.js", "/page.js")}
     assert {path: page.headers["content-type"].partition(";")[0] for path, page in pages.items()} == {
         "/": "text/html",
         "/page.css": "text/css",
+        "/parts.js": "text/javascript",
         "/page.js": "text/javascript",
     }
     for page in pages.values():
