@@ -96,10 +96,10 @@ class FirstBoot:
         notify(f"STATUS={what}")
         try:
             work()
+            self._strike(**struck)
         except (ToolError, OSError) as error:
             print(f"first boot: {what} failed: {error}", file=sys.stderr, flush=True)
             return False
-        self._strike(**struck)
         return True
 
     def _strike(self, **struck: Any) -> None:  # noqa: ANN401 - fields of the plan

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import io
+import ipaddress
 import json
 import re
 import tarfile
@@ -26,6 +27,7 @@ HELD = "usr/share/appliance"
 """What the first boot brings into the state folder, which may be on a partition of its own."""
 _UNITS, _WANTS = "etc/systemd/system", ".target.wants"
 _OURS = "edge_appliance-"
+_HOST = re.compile(r"[A-Za-z0-9.:-]+")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -137,6 +139,7 @@ def overlay(image: Image, parts: Parts) -> Tree:
         known = ", ".join(f"{version} ({what})" for version, what in PYTHONS.items())
         msg = f"python is {image.python!r}, which no image has: choose {known}"
         raise ConfigError(msg)
+    _refuse_secrets(image, parts)
     tree = _environment(image, parts.wheels)
     tree |= _services(parts.units)
     tree |= {f"{HELD}/state/{path}": node for path, node in parts.state.items()}
@@ -147,6 +150,19 @@ def overlay(image: Image, parts: Parts) -> Tree:
             tree[f"{CONFIG}/{name}"] = File(content)
     tree[f"{CONFIG}/firstboot.json"] = File(_first_boot(image, parts).encode())
     return tree | _system(image, parts.ssh_keys)
+
+
+def _refuse_secrets(image: Image, parts: Parts) -> None:
+    """One image goes to many devices, so nothing that is of one, or of the workshop, may be in it."""
+    for name, content in (("authority", parts.authority), ("ssh_keys", parts.ssh_keys), ("published.root", parts.root)):
+        if b"PRIVATE KEY" in content:
+            msg = f"{name} holds a private key, which every device would have: give the public half of it"
+            raise ConfigError(msg)
+    if any(argument.partition("=")[0] == "--token" for argument in image.first_boot.enroll):
+        msg = (
+            "first_boot.enroll has a token, which every device would have: put it on each, where first_boot.token says"
+        )
+        raise ConfigError(msg)
 
 
 def tar(tree: Tree) -> bytes:
@@ -205,6 +221,9 @@ def _installed(wheel: bytes, site: str, *, scripts: bool) -> Tree:
             top, _slash, rest = name.partition("/")
             if name.endswith("/"):
                 continue
+            if name.startswith("/") or ".." in name.split("/"):
+                msg = f"{name} leads out of it"
+                raise zipfile.BadZipFile(msg)
             if top.endswith(".data"):
                 kind, _slash, rest = rest.partition("/")
                 if kind in places:
@@ -286,6 +305,14 @@ def _first_boot(image: Image, parts: Parts) -> str:
 
 def _system(image: Image, ssh_keys: bytes) -> Tree:
     """Settings of the system around the appliance."""
+    for name, given in (("watchdog_s", image.watchdog_s), ("journal_mib", image.journal_mib)):
+        if given < 1:
+            msg = f"{name} is {given}: give a number above 0"
+            raise ConfigError(msg)
+    for server in image.ntp:
+        if not _HOST.fullmatch(server):
+            msg = f"ntp has {server!r}, which is no name or address of a server"
+            raise ConfigError(msg)
     texts = {
         "etc/systemd/system.conf.d/appliance.conf": "# The hardware resets a board that hangs.\n"
         f"[Manager]\nRuntimeWatchdogSec={image.watchdog_s}\nRebootWatchdogSec=300\n",
@@ -324,6 +351,11 @@ def _right_to_reboot() -> dict[str, str]:
 
 
 def _network(network: Network) -> Tree:
+    addresses = [("gateway", network.gateway)] if network.gateway else []
+    for name, given in [("address", network.address), *addresses, *(("dns", server) for server in network.dns)]:
+        if not _is_address(given, with_length=name == "address"):
+            msg = f"network.{name} is {given!r}: give an address, and for `address` its length too, as 192.168.10.20/24"
+            raise ConfigError(msg)
     if network.manager == "systemd-networkd":
         lines = ["[Match]", "Name=en* eth*", "", "[Network]", f"Address={network.address}"]
         lines += [f"Gateway={network.gateway}"] if network.gateway else []
@@ -337,6 +369,13 @@ def _network(network: Network) -> Tree:
     lines += [f"dns={';'.join(network.dns)};"] if network.dns else []
     path = "etc/NetworkManager/system-connections/appliance.nmconnection"
     return {path: File(("\n".join(lines) + "\n").encode(), 0o600)}
+
+
+def _is_address(text: str, *, with_length: bool) -> bool:
+    try:
+        return bool(ipaddress.ip_interface(text)) and with_length == ("/" in text)
+    except ValueError:
+        return False
 
 
 def toml(table: Mapping[str, Any], at: str = "") -> str:

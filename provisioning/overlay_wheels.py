@@ -15,7 +15,7 @@ from pathlib import Path
 
 from packaging import tags
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name, parse_wheel_filename
+from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from models.errors import WorkshopError
@@ -83,9 +83,13 @@ def _pins(constraints: str, environment: Mapping[str, str]) -> dict[str, str]:
 
 def _needs(wheel: Path, extras: Iterable[str], environment: Mapping[str, str]) -> dict[str, set[str]]:
     """Packages that a wheel with `extras` needs -> extras that are wanted of them, "" for the package itself."""
-    with zipfile.ZipFile(wheel) as archive:
-        path = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        metadata = email.parser.HeaderParser().parsestr(archive.read(path).decode())
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            path = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+            metadata = email.parser.HeaderParser().parsestr(archive.read(path).decode())
+    except (zipfile.BadZipFile, StopIteration, UnicodeDecodeError) as error:
+        msg = f"{wheel} is no whole wheel: delete it, so that it is downloaded again"
+        raise WorkshopError(msg) from error
     needed: dict[str, set[str]] = {}
     for line in metadata.get_all("Requires-Dist", []):
         requirement = Requirement(line)
@@ -103,7 +107,10 @@ def _wheels(python: str, folder: Path) -> dict[tuple[str, str], Path]:
     ranks = {tag: rank for rank, tag in enumerate(fitting)}
     found: dict[tuple[str, str], tuple[int, Path]] = {}
     for path in folder.glob("*.whl"):
-        name, release, _build, marked = parse_wheel_filename(path.name)
+        try:
+            name, release, _build, marked = parse_wheel_filename(path.name)
+        except InvalidWheelFilename:
+            continue  # somebody's own name for it
         key, rank = (str(name), str(release)), min(ranks.get(tag, len(ranks)) for tag in marked)
         if rank < len(ranks):
             found[key] = min(found.get(key, (rank, path)), (rank, path))

@@ -90,6 +90,12 @@ def test_the_base_is_an_argument_so_one_file_serves_every_jetpack_and_the_cpu() 
         assert argument in head
 
 
+def test_the_documented_devices_are_those_that_the_unit_allows() -> None:
+    documented = set(re.findall(r"--device (/dev/[\w/-]+)", (ROOT / "docs/image.md").read_text()))
+    allowed = re.findall(r"(?m)^DeviceAllow=(\S+) rw$", (ROOT / "systemd/appliance.service").read_text())
+    assert {re.sub(r"(?<=/igpu0)/.*", "", node) for node in allowed} == documented
+
+
 def test_versions_are_those_that_were_tested() -> None:
     install = next(rest for keyword, rest in stages()["build"] if keyword == "RUN" and "pip install" in rest)
     assert "-c /build/constraints.txt" in install

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from appliance.firstboot import HELD, PLAN, UNIT
+from appliance.firstboot import HELD, PLAN, UNIT, FirstBoot
 
 pytestmark = pytest.mark.unit
 
@@ -166,3 +167,21 @@ def test_a_damaged_plan_is_one_sentence(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "did you mean 'grow'?" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_step_that_cannot_be_struck_because_the_disk_is_full_is_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    board = Board(tmp_path, fill=True)
+    for path, _text in HELD_FILES:
+        (board.root / path).unlink()
+    shutil.rmtree(board.root / HELD / "slots")
+    monkeypatch.setattr("appliance.firstboot.write_file", full)
+    assert FirstBoot(board.root).run() == 1
+    assert "filling the state folder failed: [Errno 28] No space left on device" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert FirstBoot(board.root).run() == 0
+    assert not (board.root / PLAN).exists()

@@ -46,6 +46,7 @@ COMMANDS = "[console_scripts]\nappliance = appliance.cli:main\nprovision = provi
 ENTRY_POINTS = "edge_appliance-1.0.0.dist-info/entry_points.txt"
 OURS = wheel("edge_appliance", "1.0.0", {"appliance/cli.py": "", ENTRY_POINTS: COMMANDS})
 OTHER = wheel("speedups", "2.1", {"speedups/fast.so": "ELF", "speedups-2.1.data/data/share/notes.txt": "notes"})
+ASTRAY = wheel("x", "1", {"../../../etc/passwd": "root::0:0"})
 PARTS = Parts(
     wheels={
         "edge_appliance-1.0.0-py3-none-any.whl": OURS,
@@ -58,6 +59,7 @@ PARTS = Parts(
     authority=b"PEM",
     ssh_keys=b"ssh-ed25519 AAAA\n",
 )
+KEY = b"-----BEGIN OPENSSH PRIVATE KEY-----\n"
 MOUNT = "etc/systemd/system/var-lib-appliance.mount"
 NM = "etc/NetworkManager/system-connections/appliance.nmconnection"
 IMAGE = Image(
@@ -224,12 +226,34 @@ def test_a_fixed_address_is_given_in_the_words_of_who_manages_the_network(manage
         ),
         (IMAGE, replace(PARTS, wheels={}), WorkshopError, "the wheel of the appliance itself is missing"),
         (IMAGE, replace(PARTS, wheels={**PARTS.wheels, "x-1.whl": b"no zip"}), WorkshopError, "x-1.whl is no wheel"),
+        (IMAGE, replace(PARTS, wheels={**PARTS.wheels, "x-1.whl": ASTRAY}), WorkshopError, "leads out of it"),
     ],
 )
 def test_what_fits_no_image_is_refused_in_a_sentence(
     image: Image, parts: Parts, error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
+        overlay.overlay(image, parts)
+
+
+@pytest.mark.parametrize(
+    ("image", "parts", "says"),
+    [
+        (IMAGE, replace(PARTS, authority=KEY), "authority holds a private key"),
+        (IMAGE, replace(PARTS, ssh_keys=KEY), "ssh_keys holds a private key"),
+        (replace(IMAGE, first_boot=FirstBoot(enroll=("--url", "https://x", "--token", "t"))), PARTS, "has a token"),
+        (replace(IMAGE, first_boot=FirstBoot(enroll=("--token=t",))), PARTS, "has a token"),
+        (replace(IMAGE, ntp=("time.example.com\n[Manager]",)), PARTS, "no name or address of a server"),
+        (replace(IMAGE, watchdog_s=0), PARTS, "watchdog_s is 0"),
+        (replace(IMAGE, journal_mib=-1), PARTS, "journal_mib is -1"),
+        (replace(IMAGE, network=Network("192.168.1.20")), PARTS, "its length too"),
+        (replace(IMAGE, network=Network("192.168.1.20/24\nmethod=auto")), PARTS, "network.address is"),
+        (replace(IMAGE, network=Network("192.168.1.20/24", "router")), PARTS, "network.gateway is 'router'"),
+        (replace(IMAGE, network=Network("192.168.1.20/24", dns=("9.9.9",))), PARTS, "network.dns is '9.9.9'"),
+    ],
+)
+def test_what_no_device_should_have_does_not_get_into_an_image(image: Image, parts: Parts, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
         overlay.overlay(image, parts)
 
 
@@ -308,6 +332,15 @@ def test_a_wheel_of_another_processor_python_or_newer_glibc_does_not_get_into_an
     ours.write_bytes(wheel("edge_appliance", "1.0.0", {}, "fast"))
     folder = store(tmp_path / "wheels", *((name, wheel("fast", "1", {})) for name in (*names, fitting)))
     assert folder / fitting in overlay_wheels.resolve("3.10", ours, "fast==1\n", folder)
+
+
+def test_a_wheel_that_was_torn_is_named_and_one_of_another_name_is_passed_over(tmp_path: Path) -> None:
+    ours = tmp_path / "edge_appliance-1.0.0-py3-none-any.whl"
+    ours.write_bytes(wheel("edge_appliance", "1.0.0", {}, "fast"))
+    torn = ("fast-1-py3-none-any.whl", wheel("fast", "1", {})[:40])
+    folder = store(tmp_path / "wheels", torn, ("my wheel.whl", b""))
+    with pytest.raises(WorkshopError, match=r"fast-1-py3-none-any\.whl is no whole wheel: delete it"):
+        overlay_wheels.resolve("3.10", ours, "fast==1\n", folder)
 
 
 def test_a_package_without_a_pinned_version_is_named(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import subprocess
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,11 +14,28 @@ import pytest
 
 from appliance.settings import Settings
 from provisioning import overlay
+from provisioning.overlay import File, Image, Parts
 
 pytestmark = pytest.mark.unit
 
+
+def empty_wheel() -> bytes:
+    buffer = io.BytesIO()
+    zipfile.ZipFile(buffer, "w").close()
+    return buffer.getvalue()
+
+
 FOLDER = Path(__file__).resolve().parents[2] / "systemd"
 UNITS = sorted(path for path in FOLDER.iterdir() if path.suffix in {".service", ".slice", ".target"})
+MADE = {
+    path: node.content.decode()
+    for path, node in overlay.overlay(
+        Image(config={}, data="UDA", ntp=("time.example.com",)),
+        Parts(wheels={"edge_appliance-1.whl": empty_wheel()}, units={}),
+    ).items()
+    if path.startswith("etc/systemd/") and isinstance(node, File)
+}
+"""What the overlay writes for systemd itself: units of the data partition, settings of its daemons."""
 JETPACK_6 = 249
 SINCE: Mapping[int, str] = {
     0: """
@@ -25,6 +44,8 @@ SINCE: Mapping[int, str] = {
         PrivateTmp Restart RestartSec Slice SupplementaryGroups TimeoutStartSec TimeoutStopSec Type UMask User
         WatchdogSec
         CapabilityBoundingSet DeviceAllow DevicePolicy MemoryAccounting SystemCallFilter
+        BindsTo DefaultDependencies NTP Options RemainAfterExit Requires RuntimeWatchdogSec Storage SystemKeepFree
+        SystemMaxUse What Where
     """,
     209: "PrivateDevices SystemCallArchitectures SystemCallErrorNumber",
     211: "RestrictAddressFamilies RuntimeDirectory RuntimeDirectoryMode",
@@ -43,7 +64,7 @@ SINCE: Mapping[int, str] = {
     242: "ProtectHostname RestrictSUIDSGID",
     243: "OOMPolicy TimeoutAbortSec",
     244: "ProtectKernelLogs",
-    245: "ProtectClock",
+    245: "ProtectClock RebootWatchdogSec",
     247: "ProcSubset ProtectProc",
 }
 """Version of systemd -> directives that came with it, as its NEWS and manual pages say; 0: before 209."""
@@ -55,18 +76,28 @@ needs_systemd = pytest.mark.skipif(
 
 def directives(unit: Path) -> dict[str, list[str]]:
     """Name -> values in their order, over all sections."""
+    return directives_of(unit.read_text())
+
+
+def directives_of(text: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for line in unit.read_text().splitlines():
+    for line in text.splitlines():
         name, equals, value = line.partition("=")
         if equals and not line.startswith("#"):
             found.setdefault(name, []).append(value)
     return found
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_every_directive_is_known_to_systemd_249(unit: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(pytest.param(unit.read_text(), id=unit.name) for unit in UNITS),
+        *(pytest.param(text, id=path) for path, text in sorted(MADE.items())),
+    ],
+)
+def test_every_directive_is_known_to_systemd_249(text: str) -> None:
     known = {name: since for since, names in SINCE.items() for name in names.split()}
-    for name in directives(unit):
+    for name in directives_of(text):
         assert known.get(name, JETPACK_6 + 1) <= JETPACK_6, f"{name}: look up its version, and add it to the table"
 
 
@@ -74,11 +105,12 @@ def test_every_directive_is_known_to_systemd_249(unit: Path) -> None:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A root file system with the units, and what they start, where an image has them."""
     folder = tmp_path_factory.mktemp("root")
-    for unit in UNITS:
-        place = folder / "etc/systemd/system" / unit.name
+    units = {f"etc/systemd/system/{unit.name}": unit.read_text() for unit in UNITS} | MADE
+    for path, text in units.items():
+        place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(unit.read_bytes())
-        for command in re.findall(r"(?m)^Exec\w+=[-+!]*(\S+)", unit.read_text()):
+        place.write_text(text)
+        for command in re.findall(r"(?m)^Exec\w+=[-+!]*(\S+)", text):
             program = folder / command.lstrip("/")
             program.parent.mkdir(parents=True, exist_ok=True)
             program.write_text("#!/bin/sh\n")
@@ -97,7 +129,9 @@ def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @needs_systemd
 def test_systemd_finds_nothing_wrong_with_the_units(root: Path) -> None:
-    done = analyze("verify", f"--root={root}", "--man=no", *(f"/etc/systemd/system/{unit.name}" for unit in UNITS))
+    made = [f"/{path}" for path in MADE if "/system/" in path]
+    units = [f"/etc/systemd/system/{unit.name}" for unit in UNITS] + made
+    done = analyze("verify", f"--root={root}", "--man=no", *units)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
