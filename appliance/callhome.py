@@ -86,10 +86,13 @@ class CallHome:
     def tell(self, report: Report) -> Reply | None:
         """Tell the first workshop that answers; None when none does, or none that knows the nonce."""
         content = json.dumps(schema.dump(report)).encode()
-        asked = report_proof(self._ticket.nonce, content)
-        headers = {PROOF: asked, "content-type": "application/json"}
         for url in self._ticket.urls:
             with contextlib.suppress(httpx.HTTPError, ValueError):
+                challenge = httpx.get(url, timeout=_ASK_S, trust_env=False).text
+                if not challenge.isalnum():
+                    continue  # nobody of ours
+                asked = report_proof(self._ticket.nonce, content, challenge)
+                headers = {PROOF: asked, "content-type": "application/json"}
                 response = httpx.post(url, content=content, headers=headers, timeout=_ASK_S, trust_env=False)
                 wanted = reply_proof(self._ticket.nonce, response.content, asked)
                 if proves(response.headers.get(PROOF, ""), wanted):

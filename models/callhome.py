@@ -1,8 +1,9 @@
 """How a freshly flashed board calls home, as the workshop asks it to and the board does. Pure.
 
 The ticket lies in the image, so whoever knows its nonce runs this image. The nonce never travels: a report, and the
-reply to it, carry a proof (HMAC-SHA256) that was made with it; that of a reply counts for one report only. One image
-goes to many boards; what tells them apart is the serial number of their module.
+reply to it, carry a proof (HMAC-SHA256) that was made with it; that of a report counts for one wait of the workshop
+only, which is known by its challenge, and that of a reply for one report only. One image goes to many boards; what
+tells them apart is the serial number of their module.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Reply:
     """Public half of the key that logs in on this board, and on no other; a line for OpenSSH."""
 
 
-def report_proof(nonce: str, content: bytes) -> str:
-    """What a board sends beside its report."""
-    return _proof(nonce, b"report", content)
+def report_proof(nonce: str, content: bytes, challenge: str) -> str:
+    """What a board sends beside its report to the workshop that gave it `challenge`."""
+    return _proof(nonce, b"report\0" + challenge.encode(), content)
 
 
 def reply_proof(nonce: str, content: bytes, asked: str) -> str:

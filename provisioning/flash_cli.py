@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tarfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from models.errors import ConfigError, WorkshopError
 from provisioning.publish_cli import passphrase
 
 if TYPE_CHECKING:
-    from provisioning.flash.plan import Problem
+    from provisioning.flash.checks import Problem
     from provisioning.flash.run import BoardRun, Run
 
 # Everything else is imported by the command that needs it: `provision --help` must not wait for cryptography.
@@ -41,6 +43,7 @@ class Storage(str, Enum):
 
     nvme = "nvme"
     emmc = "emmc"
+    sd = "sd"
 
 
 Sysroot = Annotated[
@@ -81,10 +84,19 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
     one_step: Annotated[
         bool, typer.Option("--one-step", help="Let NVIDIA's tool read the EEPROM of the one board.")
     ] = False,
+    three_step: Annotated[
+        bool, typer.Option("--three-step", help="Make images of the firmware and of NVMe by two commands.")
+    ] = False,
     images_only: Annotated[bool, typer.Option("--images-only", help="Make images and stop, without a board.")] = False,
     network: Annotated[
         str, typer.Option(help="usb0, or eth0:<target-ip>/<subnet>:<host-ip>[:<gateway>] to write over the LAN.")
     ] = "usb0",
+    pkc: Annotated[Path | None, typer.Option(help="Key that signs for a module with secure boot.")] = None,
+    sbk: Annotated[Path | None, typer.Option(help="Key that encrypts for it.")] = None,
+    uefi_keys: Annotated[Path | None, typer.Option(help="Configuration of UEFI's keys.")] = None,
+    encryption_key: Annotated[
+        Path | None, typer.Option(help="Encrypt the root file system on NVMe; key for that of the disk.")
+    ] = None,
     option: Annotated[list[str] | None, typer.Option(help="For NVIDIA's flasher, as it is; may be repeated.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan, for `provision flash run`.")] = None,
     sysroot: Sysroot = Path("/"),
@@ -94,11 +106,12 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
     from models import schema  # noqa: PLC0415 - see the top
     from models.folder import write_file  # noqa: PLC0415
     from provisioning.flash import boards as usb  # noqa: PLC0415
+    from provisioning.flash import checks  # noqa: PLC0415
     from provisioning.flash import plan as plans  # noqa: PLC0415
     from provisioning.flash.facts import read_bsp, read_host  # noqa: PLC0415
 
-    if overlay and not overlay.is_file():
-        msg = f"{overlay} is no file: give the archive that `provision image` wrote with --overlay"
+    if overlay and not (overlay.is_file() and tarfile.is_tarfile(overlay)):
+        msg = f"{overlay} is no archive: give the archive that `provision image` wrote with --overlay"
         raise ConfigError(msg)
     wish = plans.Wish(
         board=board,
@@ -110,15 +123,20 @@ def plan(  # noqa: PLR0913, PLR0917 - options of a command
         slot_gib=slot_gib,
         user=user,
         host_name=host_name,
-        overlay=str(overlay.resolve()) if overlay else "",
+        overlay=_absolute(overlay),
         overlay_sha256=hashlib.sha256(overlay.read_bytes()).hexdigest() if overlay else "",
         one_step=one_step,
+        three_step=three_step,
         images_only=images_only,
         network=network,
         options=tuple(option or ()),
+        pkc=_absolute(pkc),
+        sbk=_absolute(sbk),
+        uefi_keys=_absolute(uefi_keys),
+        encryption_key=_absolute(encryption_key),
     )
     known = read_bsp(bsp)
-    made, found = plans.make(wish, known), plans.problems(wish, known, read_host(bsp, sysroot))
+    made, found = plans.make(wish, known), checks.problems(wish, known, read_host(bsp, sysroot, wish.keys))
     shown = schema.dump(made)
     if out:
         write_file(out, json.dumps(shown, indent=1).encode())
@@ -152,21 +170,24 @@ def run(  # noqa: PLR0913, PLR0917 - options of a command
     """Flash the boards that are in recovery mode, and wait until each has called home and answered rightly."""
     from models.folder import BundleFolder  # noqa: PLC0415 - see the top
     from provisioning.flash import boards as usb  # noqa: PLC0415
+    from provisioning.flash import checks  # noqa: PLC0415
     from provisioning.flash import plan as plans  # noqa: PLC0415
-    from provisioning.flash.facts import read_bsp, read_host  # noqa: PLC0415
+    from provisioning.flash.facts import read_bsp, read_host, read_package  # noqa: PLC0415
     from provisioning.flash.home import HOST_ON_USB, Exam  # noqa: PLC0415
     from provisioning.flash.run import Run, read_plan  # noqa: PLC0415
 
     made, where = read_plan(plan_file), _address(listen)
     wish, bsp = made.wish, Path(made.bsp)
     sign = _signer(inventory, key, keys)
-    _refuse(plans.problems(wish, read_bsp(bsp), read_host(bsp, sysroot)))
+    known = read_package(bsp, made.release) if wish.package else read_bsp(bsp)
+    plans.check(made, known)
+    _refuse(checks.problems(wish, known, read_host(bsp, sysroot, wish.keys)))
     urls = tuple(call_home or (f"http://{HOST_ON_USB}:{where[1]}/",))
-    work = Run(run_folder, made, urls=urls, exam=Exam(BundleFolder(bundle)))
+    work = Run(run_folder, made, urls=urls, exam=Exam(BundleFolder(bundle)), keep=sign)
 
     def ready() -> list[usb.Attached]:
         there = usb.attached(sysroot)
-        _refuse(plans.of_boards(wish, there))
+        _refuse(checks.of_boards(wish, there))
         return [one for one in there if one.state is usb.State.RECOVERY]
 
     in_recovery = any(one.state is usb.State.RECOVERY for one in usb.attached(sysroot))
@@ -178,7 +199,26 @@ def run(  # noqa: PLR0913, PLR0917 - options of a command
             work.write(sysroot, tell, ready)
         if not (wish.images_only or no_wait):
             work.verify(where, sysroot, wait_s, tell)
-    _finish(work, sign, as_json=as_json, written_will_do=no_wait)
+    _finish(work, as_json=as_json, written_will_do=no_wait)
+
+
+@app.command(epilog=_epilog("factory workshop/lot-7 --package mfi_jetson-orin-nano-devkit --run lot-7"))
+def factory(
+    workshop: Annotated[Path, typer.Argument(help="Folder of the run that made the package.", metavar="RUN")],
+    package: Annotated[Path, typer.Option(help="What mfi_*.tar.gz unpacked to, on this host.", metavar="DIR")],
+    run_folder: Annotated[Path, typer.Option("--run", help="Folder of the run on this host.", metavar="DIR")],
+    as_json: Json = False,
+) -> None:
+    """Begin a run on a factory's host, which writes a package that a workshop made."""
+    from models import schema  # noqa: PLC0415 - see the top
+    from provisioning.flash.run import hand_over  # noqa: PLC0415
+
+    made = hand_over(workshop, package, run_folder)
+    if as_json:
+        print(json.dumps(schema.dump(made), indent=1))
+        return
+    _out.print(f"up to {made.wish.boards} boards, R{made.release}: {made.steps[0].shown()}", markup=False)
+    _out.print(f"next: provision flash run {run_folder}/plan.json --run {run_folder} --bundle DIR", markup=False)
 
 
 @app.command(epilog=_epilog("verify lot-7 --bundle ppocr-v4"))
@@ -199,11 +239,11 @@ def verify(  # noqa: PLR0913, PLR0917 - options of a command
     from provisioning.flash.run import Run, read_plan, read_state  # noqa: PLC0415
 
     read_state(run_folder)
-    work = Run(run_folder, read_plan(run_folder / "plan.json"), urls=(), exam=Exam(BundleFolder(bundle)))
-    sign = _signer(inventory, key, keys)
+    made, exam = read_plan(run_folder / "plan.json"), Exam(BundleFolder(bundle))
+    work = Run(run_folder, made, urls=(), exam=exam, keep=_signer(inventory, key, keys))
     with _telling() as tell:
         work.verify(_address(listen), sysroot, wait_s, tell)
-    _finish(work, sign, as_json=as_json)
+    _finish(work, as_json=as_json)
 
 
 @app.command(epilog=_epilog("status lot-7 --inventory inventory.jsonl --public keys/workshop.pub.json"))
@@ -236,6 +276,10 @@ def status(
         _out.print(f"{record['serial'] or record['port']}: {record['verdict']} ({record['module']})", markup=False)
 
 
+def _absolute(file: Path | None) -> str:
+    return str(file.resolve()) if file else ""
+
+
 def _refuse(found: Sequence[Problem]) -> None:
     """Say warnings, and raise the rest."""
     _say([one for one in found if not one.blocks])
@@ -262,12 +306,10 @@ def _signer(inventory: Path | None, key: str, keys: Path | None) -> Sign:
     return lambda record: append(file, record, signer)
 
 
-def _finish(work: Run, sign: Sign, *, as_json: bool, written_will_do: bool = False) -> None:
-    """Sign a record of each board that got its last word, show all, and raise WorkshopError unless all is well."""
+def _finish(work: Run, *, as_json: bool, written_will_do: bool = False) -> None:
+    """Show what became of each board, and raise WorkshopError unless all is well."""
     from models import schema  # noqa: PLC0415 - see the top
 
-    for record in work.records(round(time.time())):
-        sign(record)
     if as_json:
         print(json.dumps(schema.dump(work.state), indent=1))
     else:
@@ -291,7 +333,7 @@ def _records(file: Path, public: Path | None) -> list[dict[str, Any]]:
 def _table(boards: Sequence[BoardRun]) -> None:
     table = Table("port", "state", "serial", "why", "attempts", "log", box=box.SIMPLE)
     for one in boards:
-        table.add_row(one.port, one.state, one.serial, one.failure, str(one.attempts), one.log)
+        table.add_row(one.port, one.state, one.serial, one.failure, str(one.attempts), escape(one.log))
     _out.print(table)
 
 

@@ -2,7 +2,8 @@
 
 - `boards`: modules, boards and their names; what hangs on USB, read from sysfs
 - `facts`: what the BSP folder and this host are
-- `plan`: pure; a wish and facts -> the exact commands, and what stands against them
+- `plan`: pure; a wish and facts -> the exact commands
+- `checks`: pure; what stands against them
 - `failures`: pure; what a tool left behind -> what it means, and what helps
 - `run`: performs a plan: lock, logs, boards in parallel, going on after an interruption
 - `tool`: one command of theirs, run to its end

@@ -68,28 +68,35 @@ class Board:
     """With the root file system on NVMe."""
     overlay: str = ""
     """Device-tree overlay that makes the firmware prefer NVMe."""
-    emmc_layout: str = ""
-    """Of internal eMMC; empty where there is none."""
+    own_storage: str = "emmc"
+    """What the board has besides NVMe: emmc or sd."""
+    own_layout: str = ""
+    """Of that, with the firmware."""
     since: tuple[int, ...] = (36,)
     """First release of Jetson's system that has this configuration."""
 
 
 _KERNEL_FLASH, _CFG = "tools/kernel_flash", "bootloader/generic/cfg"
+QSPI = f"{_CFG}/flash_t234_qspi.xml"
+"""Layout of the boot firmware alone."""
 _NANO_MODULES = ("orin-nano-devkit", "orin-nano-8gb", "orin-nano-4gb", "orin-nx-16gb", "orin-nx-8gb")
 _AGX_MODULES = ("agx-orin-64gb", "agx-orin-32gb", "agx-orin-devkit")
 _LAYOUT_AB = f"{_KERNEL_FLASH}/flash_l4t_t234_nvme_rootfs_ab.xml"
+LAYOUT_ENC = f"{_KERNEL_FLASH}/flash_l4t_t234_nvme_rootfs_enc.xml"
+"""Of an NVMe disk with an encrypted root file system."""
 
 
 def _nano(name: str, since: tuple[int, ...] = (36,)) -> Board:
     """Orin Nano, and NX, which goes by the same names: boot firmware in QSPI, everything else on NVMe."""
-    layout, internal = f"{_KERNEL_FLASH}/flash_l4t_t234_nvme.xml", f"-c {_CFG}/flash_t234_qspi.xml"
-    return Board(name, _NANO_MODULES, layout, _LAYOUT_AB, internal, "internal", since=since)
+    layout, internal = f"{_KERNEL_FLASH}/flash_l4t_t234_nvme.xml", f"-c {QSPI}"
+    own = ("sd", f"{_CFG}/flash_t234_qspi_sd.xml")
+    return Board(name, _NANO_MODULES, layout, _LAYOUT_AB, internal, "internal", "", *own, since)
 
 
 def _agx(name: str, modules: tuple[str, ...] = _AGX_MODULES, since: tuple[int, ...] = (36,)) -> Board:
     """AGX Orin: with NVMe its eMMC is left without a second root file system."""
     layout, emmc = f"./{_KERNEL_FLASH}/flash_l4t_external.xml", f"{_CFG}/flash_t234_qspi_sdmmc.xml"
-    return Board(name, modules, layout, _LAYOUT_AB, "", "external", "BootOrderNvme.dtbo", emmc, since)
+    return Board(name, modules, layout, _LAYOUT_AB, "", "external", "BootOrderNvme.dtbo", "emmc", emmc, since)
 
 
 _SUPER = (36, 4, 3)

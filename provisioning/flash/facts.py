@@ -6,9 +6,14 @@ import os
 import platform
 import re
 import shutil
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from models.errors import ConfigError
 
@@ -21,8 +26,15 @@ TOOLS: Mapping[str, str] = {
     "exportfs": "nfs-kernel-server",
     "dtc": "device-tree-compiler",
     "cpp": "cpp",
+    "qemu-aarch64-static": "qemu-user-static",
 }
 """Programs that NVIDIA's flasher calls -> Debian package."""
+_KEY_FORMS = {
+    "--sbk": re.compile(rb"(0x[0-9a-fA-F]{8}\s*){8}"),
+    "--encryption-key": re.compile(rb"([0-9a-fA-F]{32}){1,2}"),
+}
+_KEY_WORDS = {"--sbk": "eight words as 0x01234567", "--encryption-key": "32 or 64 hexadecimal digits"}
+_IDENTITIES = ("var/lib/appliance/*", "etc/ssh/ssh_host_*_key")
 _RELEASE = re.compile(r"# R(\d+) \(release\), REVISION: ([\d.]+)")
 _CORE = re.compile(r"nvidia-l4t-core_([\d.]+)-.*\.deb")
 
@@ -45,11 +57,22 @@ class Bsp:
     layouts: Mapping[str, str] = field(default_factory=dict)
     """Content of the layouts."""
     rootfs_bytes: int = 0
+    passwords: tuple[str, ...] = ()
+    """Accounts there that a password logs in to, or none at all."""
+    identities: tuple[str, ...] = ()
+    """Files there that belong to one device: of its state, and the keys by which its SSH server is known."""
+    unprivileged: bool = False
+    """Whether the root file system was unpacked without root, so that nothing in it may become root."""
 
     @property
     def version(self) -> tuple[int, ...]:
         """The release as numbers, (36, 4, 3); empty when it does not tell."""
-        return tuple(int(part) for part in (self.release or self.applied).split(".") if part)
+        return numbers(self.release or self.applied)
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """Those of a release like "36.4.3", to be compared."""
+    return tuple(int(part) for part in release.split(".") if part)
 
 
 def read_bsp(path: Path) -> Bsp:
@@ -76,7 +99,22 @@ def read_bsp(path: Path) -> Bsp:
         files=frozenset(str(file.relative_to(path)) for file in (*path.glob("*.conf"), *layouts)),
         layouts={str(file.relative_to(path)): _text(file) for file in layouts},
         rootfs_bytes=_tree_bytes(rootfs),
+        passwords=_passwords(rootfs / "etc/shadow"),
+        identities=tuple(str(file.relative_to(rootfs)) for form in _IDENTITIES for file in sorted(rootfs.glob(form))),
+        unprivileged=_unprivileged(rootfs / "usr/bin/sudo"),
     )
+
+
+def read_package(path: Path, release: str) -> Bsp:
+    """Look into an unpacked package for several boards, of a `release` that only its maker knows.
+
+    Raises ConfigError in one sentence where it is none.
+    """
+    missing = next((name for name in (FLASHER, "tools/kernel_flash/images") if not (path / name).exists()), None)
+    if missing:
+        msg = f"{path} is no package ({missing} is missing): give the folder that mfi_*.tar.gz unpacks to"
+        raise ConfigError(msg)
+    return Bsp(str(path.resolve()), release, applied=release, ubuntu="", users=(), files=frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +127,9 @@ class Host:
     tools: frozenset[str]
     """Of TOOLS, those that are here."""
     ipv6: bool
+    nfs: bool
+    """Whether the kernel's NFS server runs."""
+    network_manager: bool
     udisks: bool
     """Something here mounts disks by itself."""
     tlp: bool
@@ -98,10 +139,12 @@ class Host:
     virtual: bool
     free_bytes: int
     """Where the BSP folder is."""
+    keys: tuple[str, ...] = ()
+    """What is wrong with the files of keys, each a sentence."""
 
 
-def read_host(bsp: Path, sysroot: Path = Path("/")) -> Host:
-    """Look at this host; `sysroot` is where /proc, /sys, /run and /etc are.
+def read_host(bsp: Path, sysroot: Path = Path("/"), keys: Mapping[str, str] = MappingProxyType({})) -> Host:
+    """Look at this host; `sysroot` is where /proc, /sys, /run and /etc are, `keys` the files of keys by their option.
 
     With another one than / no right is asked for: nothing of the real system is touched then.
     """
@@ -113,13 +156,37 @@ def read_host(bsp: Path, sysroot: Path = Path("/")) -> Host:
         root=os.geteuid() == 0 or sysroot != Path("/"),
         tools=frozenset(tool for tool in TOOLS if shutil.which(tool)),
         ipv6=_text(proc / "sys/net/ipv6/conf/all/disable_ipv6").strip() == "0",
+        nfs="nfsd" in running,
+        network_manager="NetworkManager" in running,
         udisks="udisksd" in running,
         tlp=(sysroot / "run/tlp").is_dir(),
         vpn=bool(re.search(r"^(tun|tap|ppp|wg|gpd)", routes, re.MULTILINE)),
         wsl="microsoft" in _text(proc / "version").lower(),
         virtual="hypervisor" in _text(proc / "cpuinfo"),
         free_bytes=shutil.disk_usage(bsp).free,
+        keys=tuple(fault for option, file in keys.items() if file and (fault := _key_fault(option, Path(file)))),
     )
+
+
+def _key_fault(option: str, file: Path) -> str:
+    """What is wrong with a key, in a sentence; what it holds is never told."""
+    try:
+        content, mode = file.read_bytes(), file.stat().st_mode
+    except OSError as error:
+        return f"{option} {file} cannot be read ({error.strerror}): give the file of that key"
+    if option == "--uefi-keys":
+        return ""
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return f"{option} {file} can be read by others than its owner: chmod 600 {file}"
+    if option == "--pkc":
+        try:
+            load_pem_private_key(content, None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            return f"{option} {file} is no private key in PEM without a passphrase, which NVIDIA's signing takes"
+        return ""
+    if not _KEY_FORMS[option].fullmatch(content.strip()):
+        return f"{option} {file} has not the form of that key: {_KEY_WORDS[option]}"
+    return ""
 
 
 def users(bsp: Path) -> tuple[str, ...]:
@@ -131,6 +198,19 @@ def users(bsp: Path) -> tuple[str, ...]:
         for entry in fields
         if len(entry) == shells and entry[2].isdigit() and 1000 <= int(entry[2]) < 65534  # noqa: PLR2004 - Debian's range
     )
+
+
+def _passwords(shadow: Path) -> tuple[str, ...]:
+    fields = [line.split(":") for line in _text(shadow).splitlines()]
+    return tuple(entry[0] for entry in fields if len(entry) > 1 and not entry[1].startswith(("!", "*")))
+
+
+def _unprivileged(program: Path) -> bool:
+    try:
+        found = program.lstat()
+    except OSError:
+        return False
+    return found.st_uid != 0 or not found.st_mode & stat.S_ISUID
 
 
 def _tree_bytes(folder: Path) -> int:

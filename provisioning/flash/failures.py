@@ -112,6 +112,11 @@ FAILURES: Mapping[str, Failure] = {
             "flash again with --option --erase-all; until then an old firmware boots",
         ),
         Failure("not_started", "the tool never came to this board", "run again: it goes on with this board"),
+        Failure(
+            "unplugged",
+            "the board has left USB while it was written",
+            f"{_COLD}; then run again",
+        ),
         Failure("interrupted", "the run was interrupted", "run again: it goes on where it was"),
         Failure("unknown", "the tool failed in a way that is not known here", "read the end of the log"),
         # After the tool has ended well.

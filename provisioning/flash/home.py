@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,10 @@ HOST_ON_USB = "192.168.55.100"
 """Address of the PC on the USB network that a booted Jetson opens."""
 _MOST_BYTES = 16 * 2**20
 """Of a report."""
-_SILENCE_S = 10.0
+_SILENCE_S, _LONGEST_S = 10.0, 60.0
+"""A caller may say nothing for so long, and take so long in all."""
+_SERIAL = re.compile(r"[A-Za-z0-9]{1,64}")
+"""It becomes the name of a file."""
 
 
 class Exam:
@@ -48,7 +54,7 @@ class Exam:
         """What is wrong with the answer in a report; None when it is right."""
         if report.answer is None:
             return FAILURES["no_answer"]
-        if self.digest not in {one.get("digest") for one in report.bundles}:
+        if self.digest not in [one.get("digest") for one in report.bundles]:
             return FAILURES["wrong_answer"]
         try:
             golden = _golden(self._graph, str(report.answer.get("parameters", {}).get("precision", "")))
@@ -89,8 +95,9 @@ def verdict(report: Report, expected: Expected) -> Failure | None:
     """What is wrong with a board that called home; None when it is as it was meant to be."""
     if report.l4t != expected.release:
         return FAILURES["wrong_release"]
-    bootable = report.slots.get("bootable", {})
-    if expected.armed and not (report.slots.get("armed") and bootable and all(bootable.values())):
+    bootable = report.slots.get("bootable")
+    both = isinstance(bootable, Mapping) and bool(bootable) and all(bootable.values())
+    if expected.armed and not (report.slots.get("armed") and both):
         return FAILURES["not_armed"]
     return expected.exam.check(report)
 
@@ -120,6 +127,10 @@ class Home:
         """Take reports made with the nonce of `ticket`; keys for logging in are kept in the folder `keys`."""
         self._ticket, self._expected, self._keys = ticket, expected, keys
         self._lock = threading.Lock()
+        self.challenge = secrets.token_hex(16)
+        """A report that was made for another is an old one."""
+        self.trouble = ""
+        """Why boards that are good cannot be let in."""
         self._heard: dict[str, tuple[Report, Failure | None]] = {}
 
     def heard(self) -> dict[str, tuple[Report, Failure | None]]:
@@ -129,17 +140,23 @@ class Home:
 
     def take(self, content: bytes, proof: str) -> bytes | None:
         """Judge a report and make the reply; None for one that does not come from a board of this run."""
-        if not proves(proof, report_proof(self._ticket.nonce, content)):
+        if not proves(proof, report_proof(self._ticket.nonce, content, self.challenge)):
             return None
         try:
             report = schema.load(Report, json.loads(content))
         except (ValueError, RecursionError):
             return None
-        if report.run != self._ticket.run or not report.serial.isalnum():
+        if report.run != self._ticket.run or not _SERIAL.fullmatch(report.serial):
             return None
         failure = verdict(report, self._expected)
         with self._lock:
-            key = "" if failure else login_key(self._keys, report.serial)
+            try:
+                key = "" if failure else login_key(self._keys, report.serial)
+            except OSError as error:
+                self.trouble = (
+                    f"{self._keys} cannot keep the key of a board ({error.strerror}): make room, and run again"
+                )
+                return None
             self._heard[report.serial] = report, failure
         reply = Reply(not failure, f"{failure.what}: {failure.remedy}" if failure else "", key)
         return json.dumps(schema.dump(reply)).encode()
@@ -149,39 +166,67 @@ class Home:
         return reply_proof(self._ticket.nonce, content, asked)
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = False  # a board whose reply is on its way gets it, also when the wait is over
+    home: Home
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Who hangs up in the middle will call again."""
+
+
+class _Call(BaseHTTPRequestHandler):
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(_SILENCE_S)
+        self._limit = threading.Timer(_LONGEST_S, _hang_up, [self.connection])
+        self._limit.start()
+
+    def finish(self) -> None:
+        self._limit.cancel()
+        super().finish()
+
+    def do_GET(self) -> None:
+        self._answer(self.server.home.challenge.encode())
+
+    def do_POST(self) -> None:
+        length = self.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > _MOST_BYTES:
+            self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            return
+        home, asked = self.server.home, self.headers.get(PROOF, "")
+        reply = home.take(self.rfile.read(int(length)), asked)
+        if reply is None:
+            self.send_error(HTTPStatus.FORBIDDEN)
+            return
+        self._answer(reply, {PROOF: home.reply_proof(reply, asked), "content-type": "application/json"})
+
+    def _answer(self, content: bytes, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response(HTTPStatus.OK)
+        for name, value in {**headers, "content-length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the library
+        """Calls are told by what comes of them."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 @contextlib.contextmanager
 def listening(home: Home, host: str, port: int) -> Iterator[int]:
     """Listen for boards while the context lasts; gives the port. Raises ConfigError when the address cannot be had."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = _SILENCE_S
-
-        def do_POST(self) -> None:
-            length = self.headers.get("content-length", "")
-            if not length.isdigit() or int(length) > _MOST_BYTES:
-                self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-                return
-            asked = self.headers.get(PROOF, "")
-            reply = home.take(self.rfile.read(int(length)), asked)
-            if reply is None:
-                self.send_error(HTTPStatus.FORBIDDEN)
-                return
-            self.send_response(HTTPStatus.OK)
-            self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(reply)))
-            self.send_header(PROOF, home.reply_proof(reply, asked))
-            self.end_headers()
-            self.wfile.write(reply)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the name in the library
-            """Calls are told by what comes of them."""
-
     try:
-        server = ThreadingHTTPServer((host, port), Handler)
+        server = _Server((host, port), _Call)
     except OSError as error:
         msg = f"cannot listen on {host}:{port} ({error.strerror}): choose another with --listen HOST:PORT"
         raise ConfigError(msg) from error
-    server.daemon_threads = False  # a board whose reply is on its way gets it, also when the wait is over
+    server.home = home
     thread = threading.Thread(target=server.serve_forever, name="home")
     thread.start()
     try:

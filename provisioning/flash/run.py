@@ -8,7 +8,9 @@ A run has a folder of its own:
     keys/         the key that logs in on each board; secret
     logs/         what the tools said, without secrets
 
-What was done to the BSP folder is noted there, because a run of another plan undoes it.
+What was done to the BSP folder is noted there, because a run of another plan undoes it. Locks: the run's folder, the
+BSP folder, and where boards are written the host, because NVIDIA's flasher takes every board in recovery mode.
+Past 400 lines, because writing and waiting are two halves of the state of one run.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +33,19 @@ from models.errors import ConfigError, WorkshopError
 from models.folder import write_file
 from provisioning.flash import failures, rootfs, tool
 from provisioning.flash.boards import Attached, State, attached
+from provisioning.flash.checks import known_issue
 from provisioning.flash.exports import guarded
-from provisioning.flash.facts import users
+from provisioning.flash.facts import read_package, users
 from provisioning.flash.failures import FAILURES, Failure
 from provisioning.flash.home import Exam, Expected, Home, listening, new_ticket
-from provisioning.flash.plan import OVERLAY, PASSWORD, TICKET, Plan, Step, known_issue
+from provisioning.flash.plan import OVERLAY, PASSWORD, TICKET, Plan, Step, make
 
 _LOCK, _DONE = ".appliance-flash.lock", ".appliance-flash.json"
-"""In the BSP folder."""
-_POLL_S = 0.2
+"""In the BSP folder; the first in the run's own, too, and in /run of the host."""
+_LOG = re.compile(r"flash_(\d+-[\d.]+)_.*\.log")
+"""Of one board, by NVIDIA's flasher, with its port."""
+_POLL_S, _PATIENCE_S = 0.2, 3.0
+"""How often it looks, and how long it waits for the guard of a run that was killed."""
 _PARTLY = {"--external-only", "-k"}
 """Options of NVIDIA's flasher with which it leaves the boot firmware as it is."""
 _LAST_WORD = {"wrong_release", "not_armed"}
@@ -77,19 +84,6 @@ class RunState:
     run: str
     boards: tuple[BoardRun, ...] = ()
 
-    @property
-    def good(self) -> bool:
-        """Whether there are boards, and every one is good."""
-        return bool(self.boards) and all(one.state == "good" for one in self.boards)
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """A board with its last word, for the inventory."""
-
-    board: BoardRun
-    report: Report | None
-
 
 def digest(plan: Plan) -> str:
     """Identity of a plan."""
@@ -109,20 +103,51 @@ def read_state(folder: Path) -> RunState:
 def _read(file: Path, kind: type[T], what: str) -> T:
     try:
         return schema.load(kind, json.loads(file.read_bytes()))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         msg = f"{file} holds no {what} ({error}): give what `provision flash {what}` wrote"
         raise ConfigError(msg) from error
+
+
+def hand_over(workshop: Path, package: Path, folder: Path) -> Plan:
+    """Begin a run in `folder` that writes a package, made by the run in `workshop`; its plan.
+
+    Raises ConfigError where that run made none, `package` is none, or `folder` has a run already.
+    """
+    made, ticket = read_plan(workshop / "plan.json"), workshop / "ticket.json"
+    if not made.wish.images_only or made.wish.boards < 2:  # noqa: PLR2004 - one is no package
+        msg = f"{workshop} made no package: plan one with --images-only and --boards 2 or more"
+        raise ConfigError(msg)
+    if (folder / "plan.json").exists():
+        msg = f"{folder} has a run already: go on with that, or give another folder with --run"
+        raise ConfigError(msg)
+    wish = replace(made.wish, images_only=False, package=True, pkc="", sbk="", uefi_keys="")
+    plan = make(wish, read_package(package, made.release))
+    secret = schema.dump(_read(ticket, Ticket, "run"))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    write_file(folder / "ticket.json", json.dumps(secret).encode(), mode=0o600)
+    write_file(folder / "plan.json", json.dumps(schema.dump(plan), indent=1).encode())
+    return plan
 
 
 class Run:
     """One run; the same folder and plan go on where it stopped."""
 
-    def __init__(self, folder: Path, plan: Plan, *, urls: tuple[str, ...], exam: Exam) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        *,
+        urls: tuple[str, ...],
+        exam: Exam,
+        keep: Callable[[dict[str, Any]], None] = lambda _record: None,
+    ) -> None:
         """Begin, or go on; raises ConfigError where the folder holds a run of another plan, bundle or other `urls`.
 
-        Boards call one of `urls` (none: those that the run has), and answer the question of `exam`.
+        Boards call one of `urls` (none: those that the run has), and answer the question of `exam`. `keep` is given
+        the record of each board that gets its last word, before the run itself takes note of that: what is cut
+        between gives a second record, never none.
         """
-        self._folder, self.plan, self._exam = folder, plan, exam
+        self._folder, self.plan, self._exam, self._keep = folder, plan, exam, keep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         shown = json.dumps(schema.dump(plan), indent=1).encode()
         file = folder / "plan.json"
@@ -134,8 +159,6 @@ class Run:
         self.ticket = self._ticket(urls)
         known = (folder / "run.json").exists()
         self.state = read_state(folder) if known else RunState(self.ticket.run)
-        self.judged: list[Judged] = []
-        """Boards that got their last word since this object was made."""
         self._password = secrets.token_urlsafe(24)
         self._bsp = Path(plan.bsp)
 
@@ -168,25 +191,34 @@ class Run:
         Boards that are not written are in the state with their failure; a failure before any board raises
         WorkshopError, and ConfigError when another run uses the BSP folder.
         """
-        with self._locked(), guarded(sysroot) as watch:
+        flashes = any(step.flashes for step in self.plan.steps)
+        used = f"another run uses {self._bsp}: wait for it, or unpack a second BSP folder"
+        busy = "another run writes boards from this host, and would take yours too: wait for it"
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._alone())
+            locks = [stack.enter_context(_locked(self._bsp / _LOCK, used))]
+            if flashes:
+                locks += [stack.enter_context(_locked(sysroot / "run" / _LOCK.removeprefix("."), busy))]
+            watch = stack.enter_context(guarded(sysroot if flashes else None, locks))
             if not self.plan.wish.overlay:
                 rootfs.take_back(self._bsp)
             for step in self.plan.steps:
                 if step.flashes:
-                    self._flash(step, ready(), tell, watch)
+                    self._flash(step, ready(), sysroot, tell, watch)
                 elif step.name not in self._done() and step.account not in users(self._bsp):
                     tell(f"{step.name}: {step.why}")
                     self._prepare(step, watch)
                     self._note_done(step.name)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with (self._bsp / _LOCK).open("a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                msg = f"another run uses {self._bsp}: wait for it, or unpack a second BSP folder"
-                raise ConfigError(msg) from error
+    def _alone(self) -> Iterator[None]:
+        """Nobody else has this run, whose state is that on disk; boards that were cut while written have failed."""
+        with _locked(self._folder / _LOCK, f"another command uses the run {self._folder}: wait for it"):
+            if (self._folder / "run.json").exists():
+                self.state = read_state(self._folder)
+            for one in self.state.boards:
+                if one.state == "flashing":
+                    self._settle(one, replace(one, state="failed", failure="interrupted"), None)
             yield
 
     def _done(self) -> list[str]:
@@ -207,68 +239,95 @@ class Run:
             return
         if step.name == OVERLAY:
             rootfs.make_way(self._bsp, Path(self.plan.wish.overlay), self.plan.wish.overlay_sha256)
-        code, said = self._call(step, watch, lambda: None)
-        if code:
-            failure, log = failures.of_tool(said, code), self._folder / "logs" / f"{step.name}.log"
-            msg = f"{step.name} failed with exit code {code} ({failure.what}): {failure.remedy}; {log} has it all"
+        ended = self._call(step, watch, lambda: None)
+        if ended.code:
+            failure, log = failures.of_tool(ended.said, ended.code), self._folder / "logs" / f"{step.name}.log"
+            msg = f"{step.name} failed with exit code {ended.code} ({failure.what}): {failure.remedy}; {log} has it all"
             raise WorkshopError(msg)
 
-    def _flash(self, step: Step, ready: Sequence[Attached], tell: Tell, watch: Callable[[int], None]) -> None:
+    def _flash(
+        self, step: Step, ready: Sequence[Attached], sysroot: Path, tell: Tell, watch: Callable[[int], None]
+    ) -> None:
         ports = [one.port for one in ready]
         for port in ports:
             self._begin(port)
         tell(f"{step.name}: {step.why} ({', '.join(ports)})")
         old = set((self._bsp / "initrdlog").glob("*"))
-        stages = dict.fromkeys(ports, "")
-
-        def look() -> None:
-            for port in ports:
-                stage = _stage(_text(self._log_of(port, old)))
-                if stage and stage != stages[port]:
-                    stages[port] = stage
-                    tell(f"{port}: {stage}")
-
+        look = self._looking(old, tell)
         try:
-            code, said = self._call(step, watch, look)
+            ended = self._call(step, watch, look)
         except BaseException:
             for port in ports:
                 self._end(port, FAILURES["interrupted"], "")
             raise
-        for port in ports:
-            own = _text(self._log_of(port, old))
-            failure = self._judge(own, said, code, alone=len(ports) == 1)
-            kept = self._folder / "logs" / f"{port}.log"
-            kept.write_text(self._redacted(own or said))
-            self._end(port, failure, str(kept))
+        if ended.lost:
+            tell(f"what the tool said could not all be kept ({ended.lost.strerror})")
+        logs, there = self._logs(old), {one.port for one in attached(sysroot)}
+        late = sorted(logs.keys() - set(ports))  # they came after we looked, and before the tool did
+        for port in late:
+            self._begin(port)
+        alone = len(ports) + len(late) == 1
+        for port in (*ports, *late):
+            own = _text(logs.get(port))
+            failure = self._judge(own, ended, alone=alone)
+            if failure and failure.name in {"unknown", "not_started"} and port not in there:
+                failure = FAILURES["unplugged"]
+            self._end(port, failure, self._keep_log(port, own or ended.said))
             tell(f"{port}: {self._said(failure) if failure else 'written'}")
+
+    def _looking(self, old: set[Path], tell: Tell) -> Callable[[], None]:
+        """What tells of each board where it is, when that has changed."""
+        stages: dict[str, str] = {}
+
+        def look() -> None:
+            for port, log in self._logs(old).items():
+                stage = _stage(_text(log))
+                if stage and stage != stages.get(port):
+                    stages[port] = stage
+                    tell(f"{port}: {stage}")
+
+        return look
 
     def _said(self, failure: Failure) -> str:
         issue = known_issue(self.plan, failure.name)
         return "; ".join(part for part in (failure.what, failure.remedy, issue) if part)
 
-    def _judge(self, own: str, front: str, code: int, *, alone: bool) -> Failure | None:
+    def _judge(self, own: str, whole: tool.Ended, *, alone: bool) -> Failure | None:
         """What became of one board: by its own log, or where there is none by that of the whole."""
         firmware = not _PARTLY & set(self.plan.wish.options)
         if alone:
-            return failures.of_log(f"{front}\n{own}", code, firmware=firmware)
+            return failures.of_log(f"{whole.said}\n{own}", whole.code, firmware=firmware)
         if own:
             return failures.of_log(own, firmware=firmware)
-        failure = failures.of_tool(front, code)
+        failure = failures.of_tool(whole.said, whole.code)
         return FAILURES["not_started"] if failure.name == "unknown" else failure
 
-    def _log_of(self, port: str, old: set[Path]) -> Path | None:
-        """The newest log that NVIDIA's flasher has written of a board in this attempt."""
-        logs = set((self._bsp / "initrdlog").glob(f"flash_{port}_*_*.log")) - old
-        return max(logs, key=lambda file: file.stat().st_mtime, default=None)
+    def _keep_log(self, port: str, said: str) -> str:
+        """Where what was said of a board is kept; empty on a full disk, on which its outcome must not hang."""
+        log = self._folder / "logs" / f"{port}.log"
+        try:
+            log.write_text(self._redacted(said))
+        except OSError:
+            return ""
+        return str(log)
 
-    def _call(self, step: Step, watch: Callable[[int], None], look: Callable[[], None]) -> tuple[int, str]:
-        """Run a command to its end; its exit code and what it said, which is in a log too, without secrets."""
+    def _logs(self, old: set[Path]) -> dict[str, Path]:
+        """By port, what NVIDIA's flasher has written of each board in this attempt."""
+        new = sorted(set((self._bsp / "initrdlog").glob("*")) - old)
+        return {found[1]: file for file in new if (found := _LOG.fullmatch(file.name))}
+
+    def _call(self, step: Step, watch: Callable[[int], None], look: Callable[[], None]) -> tool.Ended:
+        """Run a command to its end; what it says is in a log, without secrets."""
         places = {PASSWORD: self._password, TICKET: str((self._folder / "ticket.json").resolve())}
         argv = [places.get(argument, argument) for argument in step.argv]
         log = self._folder / "logs" / f"{step.name}.log"
         log.parent.mkdir(exist_ok=True)
-        with log.open("a") as kept:
+        kept = log.open("a", buffering=1)
+        try:
             return tool.call(argv, self._bsp, lambda line: kept.write(self._redacted(line)), watch, look)
+        finally:
+            with contextlib.suppress(OSError):  # what a full disk did not take is known from the call
+                kept.close()
 
     def _redacted(self, text: str) -> str:
         return text.replace(self._password, "***").replace(self.ticket.nonce, "***")
@@ -294,8 +353,8 @@ class Run:
             self._change(board, replace(board, state="written", log=log))
 
     def _settle(self, board: BoardRun, ended: BoardRun, report: Report | None) -> None:
+        self._keep(self._record(ended, report))
         self._change(board, ended)
-        self.judged.append(Judged(ended, report))
 
     def _change(self, board: BoardRun, ended: BoardRun) -> None:
         self._save(tuple(ended if one is board else one for one in self.state.boards))
@@ -307,17 +366,22 @@ class Run:
     # Waiting until they call home
 
     def verify(self, listen: tuple[str, int], sysroot: Path, wait_s: float, tell: Tell) -> None:
-        """Wait until each written board has called home, or the time is over."""
+        """Wait until each written board has called home, or the time is over.
+
+        Raises ConfigError where another command has this run, WorkshopError where a board's key cannot be kept.
+        """
         expected = Expected(self.plan.release, self.plan.wish.ab, self._exam)
         home = Home(self.ticket, expected, self._folder / "keys")
-        until = time.monotonic() + wait_s
-        with listening(home, *listen):
+        until, settled = time.monotonic() + wait_s, set[str]()
+        with self._alone(), listening(home, *listen):
             while waiting := [one for one in self.state.boards if one.state == "written"]:
+                if home.trouble:
+                    raise WorkshopError(home.trouble)
                 over = time.monotonic() >= until
                 now = {one.port: one for one in attached(sysroot)}
                 for board in waiting:
                     there = now.get(board.port) if board is self._last(board.port) else None
-                    heard = self._heard_of(there, waiting, home)
+                    heard = self._heard_of(there, waiting, settled, home)
                     final, failure = _last_word(heard, there, over=over)
                     if not final:
                         continue
@@ -327,46 +391,61 @@ class Run:
                         failure=failure.name if failure else "",
                         serial=heard[0].serial if heard else "",
                     )
+                    settled.add(ended.serial)
                     self._settle(board, ended, heard[0] if heard else None)
                     tell(f"{board.port}: {self._said(failure) if failure else 'good'}")
                 time.sleep(_POLL_S)
 
-    def records(self, at: int) -> list[dict[str, Any]]:
-        """What the inventory keeps of the boards in `judged`; `at` is wall time in Unix seconds."""
-        wish, made = self.plan.wish, digest(self.plan)
-        found = []
-        for one in self.judged:
-            report = one.report or Report(self.ticket.run, one.board.serial)
-            found.append(
-                {
-                    "at": at,
-                    "run": self.ticket.run,
-                    "plan": made,
-                    "port": one.board.port,
-                    "serial": report.serial,
-                    "board": wish.board,
-                    "module": wish.module,
-                    "storage": wish.storage,
-                    "model": report.model,
-                    "l4t": report.l4t,
-                    "slots": dict(report.slots),
-                    "appliance": report.appliance,
-                    "bundles": [dict(bundle) for bundle in report.bundles],
-                    "verdict": one.board.failure or "good",
-                }
-            )
-        return found
+    def _record(self, board: BoardRun, told: Report | None) -> dict[str, Any]:
+        """What the inventory keeps of a board that got its last word; `at` is wall time in Unix seconds."""
+        wish, report = self.plan.wish, told or Report(self.ticket.run, board.serial)
+        return {
+            "at": round(time.time()),
+            "run": self.ticket.run,
+            "plan": digest(self.plan),
+            "port": board.port,
+            "serial": report.serial,
+            "board": wish.board,
+            "module": wish.module,
+            "storage": wish.storage,
+            "model": report.model,
+            "l4t": report.l4t,
+            "slots": dict(report.slots),
+            "appliance": report.appliance,
+            "bundles": [dict(bundle) for bundle in report.bundles],
+            "verdict": board.failure or "good",
+        }
 
     def _heard_of(
-        self, there: Attached | None, waiting: Sequence[BoardRun], home: Home
+        self, there: Attached | None, waiting: Sequence[BoardRun], settled: set[str], home: Home
     ) -> tuple[Report, Failure | None] | None:
-        """The report of the board that is `there`: by the serial number that it shows on USB, or as the only one."""
+        """The report of the board that is `there`: by the serial number that it shows on USB, or as the only one.
+
+        One report is of one board: a second that shows the serial number of one in `settled` is not believed.
+        """
         heard = home.heard()
         if there and there.state is State.BOOTED and there.serial:
-            return next((told for serial, told in heard.items() if serial == there.serial), None)
+            return None if there.serial in settled else heard.get(there.serial)
         claimed = {one.serial for one in self.state.boards if one.serial}
         free = [told for serial, told in heard.items() if serial not in claimed]
         return free[0] if len(waiting) == 1 and len(free) == 1 else None
+
+
+@contextlib.contextmanager
+def _locked(file: Path, taken: str) -> Iterator[int]:
+    """Hold the lock `file`, and give its descriptor; raises ConfigError, saying `taken`, where another does."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + _PATIENCE_S
+    with file.open("a+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise ConfigError(taken) from error
+                time.sleep(_POLL_S)
+        yield lock.fileno()
 
 
 def _last_word(

@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -19,18 +20,27 @@ _END_S = 10.0
 """A command that is told to end may take this long."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A command that came to its end."""
+
+    code: int
+    said: str
+    lost: OSError | None
+    """Why its words could not all be kept, as on a full disk."""
+
+
 def call(
     argv: Sequence[str],
     folder: Path,
     keep: Callable[[str], object],
     watch: Callable[[int], None],
     look: Callable[[], None],
-) -> tuple[int, str]:
-    """Run `argv` in `folder`; its exit code and all that it said.
+) -> Ended:
+    """Run `argv` in `folder` to its end.
 
     `keep` is given each line, in a thread. `watch` is told the process group, and 0 at the end. `look` is called every
-    now and then, and once at the end. Whatever is raised meanwhile, nothing of the command goes on. The first
-    OSError of `keep`, as of a full disk, is raised when the command has ended.
+    now and then, and once at the end. Whatever is raised meanwhile, nothing of the command goes on.
     """
     said: list[str] = []
     lost: list[OSError] = []
@@ -53,19 +63,17 @@ def call(
         errors="replace",
         start_new_session=True,  # a group of its own
     ) as process:
-        watch(process.pid)
         reader = threading.Thread(target=read, args=(process.stdout,))
         reader.start()
         try:
+            watch(process.pid)
             _await(process, look)
         finally:
             _end(process)
             reader.join()
             watch(0)
     look()
-    if lost:
-        raise lost[0]
-    return process.returncode, "".join(said)
+    return Ended(process.returncode, "".join(said), lost[0] if lost else None)
 
 
 def _await(process: subprocess.Popen[str], look: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ RELEASE = "36.4.3"
 EXPORTS = "# mine\n/srv 10.0.0.0/8(ro)\n"
 AUTOSUSPEND = "2\n"
 NANO, NX, BOOTED = "7523", "7323", "7020"
-_TOOLS = ("xmlstarlet", "sshpass", "abootimg", "zstd", "dtc", "cpp")
+_TOOLS = ("xmlstarlet", "sshpass", "abootimg", "zstd", "dtc", "cpp", "qemu-aarch64-static")
 ARMED = {"armed": True, "booted": "A", "bootable": {"A": True, "B": True}}
 RIGHT = {"outputs": [{"name": "y", "datatype": "FP32", "shape": [2, WIDTH], "data": [2.0] * (2 * WIDTH)}]}
 
@@ -41,6 +42,8 @@ class Bench:
         for name, content in {
             "proc/sys/net/ipv6/conf/all/disable_ipv6": "0\n",
             "proc/version": "Linux version 6.1\n",
+            "proc/41/comm": "nfsd\n",
+            "proc/42/comm": "NetworkManager\n",
             "etc/exports": EXPORTS,
             "etc/udev/rules.d/70-mine.rules": "",
             "sys/module/usbcore/parameters/autosuspend": AUTOSUSPEND,
@@ -49,13 +52,14 @@ class Bench:
         (self.sysroot / "sys/bus/usb/devices").mkdir(parents=True)
         (folder / "bin").mkdir()
         for tool in _TOOLS:
-            self._tool(tool, "exit 0")
-        self._tool("sudo", 'exec env "$@"')
-        self._tool("usermod", f'echo "$*" >> {folder}/usermod.log')
-        self._tool("exportfs", f'echo "$*" >> {folder}/exportfs.log')
+            self.tool(tool, "exit 0")
+        self.tool("sudo", 'exec env "$@"')
+        self.tool("usermod", f'echo "$*" >> {folder}/usermod.log')
+        self.tool("exportfs", f'echo "$*" >> {folder}/exportfs.log')
         self.path = f"{folder}/bin:{os.environ['PATH']}"
 
-    def _tool(self, name: str, does: str) -> None:
+    def tool(self, name: str, does: str) -> None:
+        """A program is found by this name, before any other."""
         file = self.folder / "bin" / name
         file.write_text(f"#!/bin/sh\n{does}\n")
         file.chmod(0o755)
@@ -88,6 +92,10 @@ class Bench:
         self.told["outcomes"][port] = outcome
         self.told["serials"].setdefault(port, f"14211{port.replace('-', '').replace('.', '')}")
         self.say()
+
+    def unplug(self, port: str) -> None:
+        """A board is not on USB any more."""
+        shutil.rmtree(self.sysroot / "sys/bus/usb/devices" / port)
 
     def state(self, port: str) -> str:
         """USB id that a board shows now."""
@@ -156,15 +164,9 @@ class Calls(threading.Thread):
     def _call(self, port: str, lie: Mapping[str, Any]) -> None:
         ticket = self._bench.ticket()
         content = json.dumps(schema.dump(self._bench.report(port, **lie))).encode()
-        reply = post(ticket.urls[0], content, {PROOF: report_proof(ticket.nonce, content)})
-        if reply:
-            self.replies[port] = schema.load(Reply, reply)
-
-
-def post(url: str, content: bytes, headers: Mapping[str, str]) -> dict[str, Any] | None:
-    """The answer of whoever listens; None when nobody does, or refuses."""
-    try:
-        response = httpx.post(url, content=content, headers=dict(headers), trust_env=False, timeout=20)
-    except httpx.HTTPError:
-        return None
-    return dict(response.json()) if response.is_success else None
+        with contextlib.suppress(httpx.HTTPError):  # nobody listens
+            challenge = httpx.get(ticket.urls[0], trust_env=False, timeout=20).text
+            proof = {PROOF: report_proof(ticket.nonce, content, challenge)}
+            response = httpx.post(ticket.urls[0], content=content, headers=proof, trust_env=False, timeout=20)
+            if response.is_success:
+                self.replies[port] = schema.load(Reply, response.json())

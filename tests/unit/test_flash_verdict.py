@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from support.flashing import ARMED, RELEASE, RIGHT, Bench
@@ -87,6 +90,9 @@ def good(bench: Bench) -> Report:
         ({"answer": {"outputs": [{**RIGHT["outputs"][0], "shape": [3]}]}}, "wrong_answer"),
         ({"answer": {"outputs": "nonsense"}}, "wrong_answer"),
         ({"bundles": ({"digest": "another"},)}, "wrong_answer"),
+        ({"bundles": ({"digest": ["no", "text"]},)}, "wrong_answer"),
+        ({"slots": {"armed": True, "bootable": ["A", "B"]}}, "not_armed"),
+        ({"answer": {"outputs": [{**RIGHT["outputs"][0], "data": [float("nan")] * 1024}]}}, "wrong_answer"),
     ],
 )
 def test_a_board_counts_with_the_right_system_armed_slots_and_a_right_answer(
@@ -115,7 +121,7 @@ class Caller:
     def call(self, nonce: str = "", **changes: Any) -> dict[str, Any] | None:  # noqa: ANN401 - fields of a report
         """Send a report; the reply."""
         content = json.dumps(schema.dump(replace(self.report, **changes))).encode()
-        reply = self.home.take(content, report_proof(nonce or self.ticket.nonce, content))
+        reply = self.home.take(content, report_proof(nonce or self.ticket.nonce, content, self.home.challenge))
         return None if reply is None else dict(json.loads(reply))
 
 
@@ -133,7 +139,13 @@ def test_each_board_gets_a_login_of_its_own_that_only_the_workshop_holds(bench: 
     assert caller.home.heard().keys() == {"1421", "1422"}
 
 
-@pytest.mark.parametrize("changes", [{"run": "another"}, {"serial": ""}, {"serial": "../escape"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": "another"}, {"serial": ""}, {"serial": "../escape"}, {"serial": "1" * 300}, {"serial": "1421\n"},
+        {"serial": "\N{FULLWIDTH DIGIT ONE}"}, {"serial": "1421\x1b[31m"},
+    ],
+)  # fmt: skip
 def test_a_report_of_another_run_or_without_a_proper_serial_number_is_not_heard(
     changes: dict[str, Any], bench: Bench
 ) -> None:
@@ -145,13 +157,62 @@ def test_a_report_of_another_run_or_without_a_proper_serial_number_is_not_heard(
 def test_an_old_system_that_does_not_know_the_nonce_of_this_run_is_not_heard(bench: Bench) -> None:
     caller = Caller(bench)
     assert caller.call(nonce="00" * 32) is None
-    assert caller.home.take(b"not even JSON", report_proof(caller.ticket.nonce, b"not even JSON")) is None
+    nonsense = b"not even JSON"
+    assert caller.home.take(nonsense, report_proof(caller.ticket.nonce, nonsense, caller.home.challenge)) is None
     assert caller.home.heard() == {}
 
 
 def test_the_reply_to_one_board_proves_nothing_to_another() -> None:
-    one, other = (reply_proof("00" * 32, b"welcome", report_proof("00" * 32, serial)) for serial in (b"1", b"2"))
+    one, other = (reply_proof("00" * 32, b"welcome", report_proof("00" * 32, serial, "1")) for serial in (b"1", b"2"))
     assert one != other
+
+
+def test_a_report_that_somebody_recorded_says_nothing_in_a_later_wait(bench: Bench) -> None:
+    caller = Caller(bench)
+    content = json.dumps(schema.dump(caller.report)).encode()
+    recorded = report_proof(caller.ticket.nonce, content, caller.home.challenge)
+    assert caller.home.take(content, recorded)
+    later = Home(caller.ticket, Expected(RELEASE, armed=True, exam=Exam(BundleFolder(bench.bundle))), bench.folder)
+    assert later.take(content, recorded) is None
+    assert later.heard() == {}
+
+
+def test_a_board_whose_key_cannot_be_kept_is_not_told_that_it_is_good(bench: Bench) -> None:
+    caller = Caller(bench)
+    (bench.folder / "keys").write_text("a file where the folder would be")
+    assert caller.call() is None
+    assert caller.home.heard() == {}
+    assert "cannot keep the key of a board" in caller.home.trouble
+
+
+def test_a_board_that_hangs_up_in_the_middle_is_no_trouble_for_others(
+    bench: Bench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caller = Caller(bench)
+    with home.listening(caller.home, "127.0.0.1", 0) as port:
+        for said in (
+            b"POST / HTTP/1.0\r\ncontent-length: 900\r\n\r\n{",
+            b"\xff\xfe\r\n\r\n",
+            b"GET / HTTP/1.0\r\n\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", port), 20) as line:
+                torn_s = struct.pack("ii", 1, 0)
+                line.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, torn_s)
+                line.sendall(said)
+        answer = httpx.get(f"http://127.0.0.1:{port}/", trust_env=False, timeout=20)
+        assert answer.text == caller.home.challenge
+    assert capfd.readouterr().err == ""
+
+
+def test_who_never_comes_to_an_end_is_hung_up_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(home, "_LONGEST_S", 0.2)
+    monkeypatch.setattr(home, "_SILENCE_S", 600.0)
+    with (
+        home.listening(Caller(bench).home, "127.0.0.1", 0) as port,
+        socket.create_connection(("127.0.0.1", port), 20) as line,
+    ):
+        line.sendall(b"POST / HTTP/1.0\r\ncontent-length: 900\r\n\r\n{")
+        assert line.recv(4096) == b""
 
 
 def test_a_board_that_is_not_good_is_told_why_and_gets_no_key(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ OUTCOMES = {
     "usb_write": (1, "ERROR: might be timeout in USB write.\nError: Return value 3\n"),
     "no_nfs": (103, "Error: Flash failure.\nError: Either the device cannot mount the NFS server on the host or ...\n"),
     "disk_full": (1, "tar: rootfs.tar: Cannot write: No space left on device\n"),
+    "unplugged": (1, "l4t_flash_from_kernel: Starting to flash to nvme0n1\nclient_loop: send disconnect: Broken pipe\n"),
     "unknown": (77, "a message that nobody has seen before\n"),
     "hang": (0, ""),
 }
@@ -81,6 +83,8 @@ for instance, board in enumerate(boards):
     if code == 0 and outcome != "still_in_recovery":
         (board / "idProduct").write_text("7020\n")
         (board / "serial").write_text(told["serials"].get(board.name, f"serial{instance}") + "\n")
+    if outcome == "unplugged":
+        shutil.rmtree(board)
     codes.append(code)
 
 exports.write_text(before)
