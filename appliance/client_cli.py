@@ -153,6 +153,12 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     if mqtt:
         state = "connected" if mqtt["connected"] else f"down: {mqtt['reason']}"
         screen.print(f"mqtt {mqtt['broker']}: {state}")
+    sync = answer["sync"]
+    if sync:
+        state = "works" if sync["works"] else f"down: {sync['reason']}"
+        waiting = ", ".join(f"{count} {kind}" for kind, count in sync["spool"]["waiting"].items() if count)
+        held = f" ({sync['held']})" if sync["held"] else ""
+        screen.print(f"upstream {sync['url']}: {state}; {waiting or 'nothing'} waiting{held}")
     if not answer["clock"]["synced"]:
         screen.print(
             "the clock is not synchronised: no update is installed until it is, or clock.assume_synced is set",

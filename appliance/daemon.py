@@ -30,7 +30,6 @@ from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
 from appliance.adapters.live import Live, following
 from appliance.adapters.metrics import Metrics
-from appliance.adapters.mqtt import Mqtt
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
 from appliance.adapters.tls import Listening
@@ -40,7 +39,7 @@ from appliance.board import Board
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
-from appliance.fleet import door_to_broker
+from appliance.fleet import fleet_of
 from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
@@ -96,8 +95,8 @@ async def run(config: settings.Settings, spare: Spare) -> int:
                 "memory_bytes": host.memory_bytes(),
                 "device": board.status(),
                 "event_loop": lag.status(),
-                "mqtt": mqtt.status() if mqtt else None,
                 "update": updates.status(),
+                **fleet.status(),
                 "compiling": engines.status(),
                 "identity": upkeep.status(),
                 "recent_faults": live.recent_faults(),
@@ -121,9 +120,8 @@ async def run(config: settings.Settings, spare: Spare) -> int:
             keeper=keeper,
             reread=partial(_reread, open_bundle=open_bundle),
         )
-        mqtt = stack.enter_context(door_to_broker(config, service, clock))
-        if mqtt:
-            switches["broker-loss"] = mqtt.lose_broker
+        fleet = stack.enter_context(fleet_of(config, service, updates, clock))
+        switches |= fleet.switches
         recorder = Recorder(
             service,
             config.state_dir / FLIGHTS,
@@ -131,7 +129,7 @@ async def run(config: settings.Settings, spare: Spare) -> int:
             export=_exporter(stack, config.traces.endpoint, device_id),
         )
         live = stack.enter_context(following(service, recorder.fault))
-        service.orders |= Orders(service, given, store, now=clock, parts=(updates, mqtt)).by_name()
+        service.orders |= Orders(service, given, store, now=clock, parts=(updates, fleet)).by_name()
         app = gate_before(
             http.build(service, Metrics(service), live, _bodies(config.http), clock),
             config.http,
@@ -144,7 +142,7 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         service.start()
         readiness()
         stack.push_async_callback(_stop_service, server, service, recorder, config.shutdown_grace_s)
-        _start_mqtt(stack, mqtt)
+        fleet.start(stack)
         _say_serving(listener, config, service)
         updates.start(service, open_bundle, engines)
         stack.push_async_callback(updates.stop)
@@ -210,15 +208,6 @@ def _make_engines(
     if engines.makes:
         making = asyncio.get_running_loop().create_task(engines.catch_up(served_without, serve_anew))
         stack.callback(making.cancel)
-
-
-def _start_mqtt(stack: contextlib.AsyncExitStack, mqtt: Mqtt | None) -> None:
-    """Connect to the broker, where there is one, until `stack` is left."""
-    if mqtt:
-        mqtt.start()
-        stack.push_async_callback(mqtt.stop)
-    else:
-        log.info("mqtt_off", why="no broker is configured (mqtt.host)")
 
 
 def _say_serving(listener: socket.socket, config: settings.Settings, service: Service) -> None:

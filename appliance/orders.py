@@ -45,7 +45,7 @@ class Orders:
         store: Store,
         *,
         now: Callable[[], float],
-        parts: Sequence[Part | None],
+        parts: Sequence[Part],
     ) -> None:
         """`config` is what files and variables say; `parts` are told of what holds from now on."""
         self._service, self._given, self._store = service, config, store
@@ -90,8 +90,7 @@ class Orders:
         fresh = settings.configured(self._given, changes)
         await asyncio.to_thread(self._store.keep_configured, changes)
         for part in self._parts:
-            if part:
-                part.configure(fresh)
+            part.configure(fresh)
         return {"configured": changes}
 
     def _snapshot(self, _order: Command) -> dict[str, Any]:

@@ -84,6 +84,8 @@ class InferRequest:
     """What its caller calls it."""
     trace: Trace | None = None
     """Where it stands in its caller's trace, if it does in any."""
+    escalate: bool = False
+    """Whether its caller waits for a second opinion where the answer is doubtful; pictures only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,14 @@ class Bundle:
 Mirror: TypeAlias = Callable[[InferRequest, InferResponse], None]
 """Shown an answered request on the event loop, before the answer leaves; must be quick, and copy what it keeps."""
 
+SecondOpinion: TypeAlias = Callable[[InferRequest, Mapping[str, Any]], Awaitable[Mapping[str, Any] | None]]
+
+
+async def nobody_to_ask(_request: InferRequest, _document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where no second opinions are set up."""
+    return {"reason": "nobody is there to be asked: set second_opinion.models"}
+
+
 Answer: TypeAlias = Mapping[str, Any] | CommandResult
 Order: TypeAlias = Callable[[Command], Answer | Awaitable[Answer]]
 """Carries out an order on the event loop and returns its result, or the whole answer where that is not `done`; raises
@@ -326,6 +336,8 @@ class Service:
         """Attempts to move to another version, the newest first, as plain data."""
         self.flights: Callable[[], Sequence[object]] = list
         """The last requests without what they carried, the newest first, as data for JSON."""
+        self.second_opinion: SecondOpinion = nobody_to_ask
+        """What upstream says of an answer whose caller waits for it; None where nothing in it is doubtful."""
         self.inbox: Inbox | None = None
         """Remembers orders across restarts, and knows whose signature counts; None where none is set up."""
         self._ordering, self._waiting = asyncio.Lock(), asyncio.Lock()
@@ -511,6 +523,8 @@ class Service:
             msg = f"model {request.model!r} takes raw tensors, not pictures: use POST /v2/models/{request.model}/infer"
             raise BadInput(msg)
         document = documents(await self._run(request))[0]
+        if request.escalate:
+            document["second_opinion"] = await self.second_opinion(request, document)
         document["timing_ms"]["total"] = round((time.monotonic() - started) * 1e3, 3)
         return document
 

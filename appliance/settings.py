@@ -251,6 +251,21 @@ class SecondOpinion(_Part):
     wait_s: float = Field(default=10.0, gt=0, le=600, description="requests with escalate=wait wait no longer")
 
 
+class Opinions(_Part):
+    """The server role: who reads doubtful pictures of devices again; no url means nobody."""
+
+    url: str = Field(
+        default="",
+        pattern=r"^(https?://[^\s@]+)?$",
+        description="server of the Open Inference Protocol v2: this daemon, Triton, KServe; without /v2",
+    )
+    models: Mapping[str, str] = Field(
+        default={}, description="bundle of a device -> the model that reads for it; the same name when left out"
+    )
+    token_file: Path | None = Field(default=None, description="file with a token for that server")
+    ca: Path | None = Field(default=None, description="PEM file of who signed its certificate")
+
+
 class Engines(_Part):
     """Engines for the runtimes that run compiled plans, made on the device itself."""
 
@@ -317,6 +332,7 @@ class Settings(BaseSettings):
     update: Update = Update()
     upstream: Upstream = Upstream()
     second_opinion: SecondOpinion = SecondOpinion()
+    opinions: Opinions = Opinions()
     engines: Engines = Engines()
     log: Log = Log()
     traces: Traces = Traces()

@@ -123,6 +123,8 @@ class Updater:
         """Deployment that an operator does not want any more, and the reason to be told."""
         self._paused: bool | None = None
         """What an operator has ordered and is not written down yet."""
+        self._held = False
+        """Whether upstream wants no deployment begun or continued here."""
         self._working: asyncio.Task[Judged] | None = None
         self._interrupted = False
         """Whether an order, not the end of the daemon, has cancelled `_working`."""
@@ -153,6 +155,13 @@ class Updater:
         self._config = config
         self._want()
 
+    def hold(self, held: bool) -> None:
+        """Begin and continue nothing for upstream, as if paused, or do so again."""
+        self._held = held
+        if held:
+            self._interrupt()
+        self._want()
+
     def status(self) -> dict[str, Any]:
         """For operators."""
         active = self._ledger.active
@@ -162,7 +171,8 @@ class Updater:
             "problem": self._ledger.problem or None,
             "looked_s_ago": None if self._looked_at is None else round(time.monotonic() - self._looked_at, 1),
             "looking": self._looking,
-            "paused": self._ledger.facts.paused,
+            "paused": self._ledger.facts.paused or self._held,
+            "pins": dict(self._config.pins),
             "deployment": active.id if active else None,
             "step": active.step if active else None,
             "share": round(self._share(), 3) if active and self._share else None,
@@ -259,7 +269,9 @@ class Updater:
         try:
             await self._obey()
             active = self._ledger.active
-            if self._ledger.facts.paused and (active is None or active.at not in {Step.TRIAL, Step.BACK}):
+            if (self._ledger.facts.paused or self._held) and (
+                active is None or active.at not in {Step.TRIAL, Step.BACK}
+            ):
                 return rules.LONGEST_WAIT_S
             if active is None:
                 return 0.0 if await self._look() else self._config.check_s * jitter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from appliance.adapters import host
 from appliance.adapters.store import JOURNAL, METADATA, SLOTS
 from appliance.engines import Engines
 from appliance.service import Bundle, Service
-from appliance.settings import Settings
+from appliance.settings import Settings, Update
 from models.errors import BundleError, ConfigError
 from models.folder import BundleFolder
 
@@ -38,6 +38,9 @@ class Updates:
         self._journal: Journal | None = None
         self._known: Known | None = None
         self._root = b""
+        self._pins: Mapping[str, str] = {}
+        """That upstream wishes for."""
+        self._held = False
         path = config.state_dir / JOURNAL
         if config.update.root and config.update.url:
             try:
@@ -107,7 +110,7 @@ class Updates:
         assumed = self._config.clock.assume_synced
         self._updater = Updater(
             service,
-            self._config.update,
+            self._wished,
             ledger,
             self._slots,
             followed=given,
@@ -116,6 +119,7 @@ class Updates:
             now=lambda: Time(self._clock(), synced=assumed or bool(host.clock_synced())),
             engines=engines,
         )
+        self._updater.hold(self._held)
         self._updater.start()
 
     def status(self) -> dict[str, Any] | None:
@@ -136,7 +140,24 @@ class Updates:
         """Go on by other settings."""
         self._config = config
         if self._updater:
-            self._updater.configure(config.update)
+            self._updater.configure(self._wished)
+
+    def desire(self, pins: Mapping[str, str], *, paused: bool) -> None:
+        """Follow what upstream wishes for; pins of the device's own settings win, and signatures decide."""
+        self._pins, self._held = pins, paused
+        if self._updater:
+            self._updater.hold(paused)
+            self._updater.configure(self._wished)
+
+    def overruled(self) -> list[str]:
+        """Bundles that the device's own settings pin to another version than upstream wishes for."""
+        own = self._config.update.pins
+        return sorted(name for name, version in self._pins.items() if own.get(name, version) != version)
+
+    @property
+    def _wished(self) -> Update:
+        update = self._config.update
+        return update.model_copy(update={"pins": {**self._pins, **update.pins}})
 
     def _opened_journal(self) -> Journal:
         from appliance.adapters.journal import Journal  # noqa: PLC0415 - see the top

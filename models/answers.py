@@ -18,7 +18,19 @@ _NAMES = {"lines": "text", "objects": "label", "classes": "label"}
 
 def items(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Everything that was found, each with its confidence; empty for a document of no known task."""
-    return next((list(document[key]) for key in _NAMES if key in document), [])
+    return found(document)[1]
+
+
+def found(document: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Key and items of what was found; an empty key for a document of no known task."""
+    return next(((key, list(document[key])) for key in _NAMES if key in document), ("", []))
+
+
+def doubtful(document: Mapping[str, Any], confidence: float) -> list[int]:
+    """Which items were found with less than `confidence`; of classes only the likeliest is judged."""
+    key, all_items = found(document)
+    judged = all_items[:1] if key == "classes" else all_items
+    return [i for i, item in enumerate(judged) if item["confidence"] < confidence]
 
 
 def said(document: Mapping[str, Any]) -> list[tuple[str, float]]:

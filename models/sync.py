@@ -32,6 +32,7 @@ KINDS = ("deployment", "alarm", "command_result", "telemetry", "sample")
 MOST_BYTES = 4 * 2**20
 """Of a batch before compression, unless the server says less."""
 LONGEST_ID = 128
+URGENT_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +77,8 @@ class Batch:
     items: tuple[Item, ...] = ()
     acks: Acks = field(default_factory=Acks)
     exchange: int = 0
-    """Of the last answer that this incarnation got; by it the server knows a batch that was held back on its way, and
-    that it was itself restored from a copy older than that answer."""
+    """Of the last answer since the device's start, 0 for none; by it the server knows a batch that was held back on its
+    way, and that it was itself restored from a copy older than that answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,9 @@ class Opinion:
     """That of the device's answer."""
     version: str
     """Of the device's answer."""
+    source: str = ""
+    at: float = 0.0
+    """As the sample says."""
     by: str = ""
     """Who reads it again: model and version."""
     result: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +133,7 @@ class Answer:
     received: Ranges = ()
     """First and last number of what need not be sent again."""
     wait_s: float = 0.0
-    """Send nothing before; the server's way to say how fast."""
+    """Send the next batch no sooner, what is urgent after `URGENT_SHARE` of it; the server's way to say how fast."""
     most_bytes: int = MOST_BYTES
     """Of the next batch before compression."""
     desired: Desired | None = None
@@ -137,7 +141,7 @@ class Answer:
     commands: tuple[Ordered, ...] = ()
     opinions: tuple[Opinion, ...] = ()
     exchange: int = 0
-    """To be sent with the next batch, and kept over restarts."""
+    """To be sent with the next batch."""
     send_state: bool = False
     """The server lacks the state that was acknowledged last: it belongs into the next batch, unchanged or not."""
 
@@ -159,6 +163,8 @@ class Part:
     """JPEG in base64."""
     answer: Mapping[str, Any]
     """What the device said of it: a predict document whose places are pixels of this picture."""
+    whole: bool = False
+    """Whether it is the picture that the device was sent, with all that it found; otherwise only what is doubtful."""
     left: int = 0
     top: int = 0
     """Where this picture lies in the one that the device was sent, in pixels."""

@@ -56,6 +56,7 @@ _QUERY = {
     "priority": "a whole number from 1 (most urgent) to 10",
     "source": "a name of 100 characters or fewer",
     "dry_run": "true or false",
+    "escalate": "a `wait`, or left out",
 }
 """What the query of a request may say."""
 

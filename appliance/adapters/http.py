@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 import structlog
@@ -160,6 +160,7 @@ class Door:
         deadline_ms: Annotated[float | None, Query(gt=0, description="answer by then or refuse")] = None,
         priority: Annotated[int, Query(ge=1, le=10, description="1 is most urgent")] = DEFAULT_PRIORITY,
         source: Annotated[str, Query(max_length=100, description="camera id: its latest frame wins")] = "",
+        escalate: Annotated[Literal["wait"] | None, Query(description="wait for a second opinion on doubts")] = None,
     ) -> Response:
         """A JPEG or PNG in (raw body or multipart form), what was read out."""
         self._service.model(model)
@@ -172,6 +173,7 @@ class Door:
                 source=source,
                 id=request_id(request),
                 trace=_trace(request),
+                escalate=escalate is not None,
             )
             answer = Json(await _unless_gone(request, self._service.predict(wanted)))
             answer.raw_headers += _echoed(wanted, request)

@@ -27,6 +27,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from appliance.adapters.metrics_fleet import fleet_metrics
 from appliance.core.pressure import Step
 from appliance.service import Outcome, Service
 from models.errors import (
@@ -238,8 +239,7 @@ class _StateCollector(Collector):
         yield from (ready, pending, runtime, degraded, reboot, *self._of_workers(status["workers"]))
         yield from self._of_memory(status["memory"])
         yield from self._of_operation(status, self._service.deployments())
-        if status.get("mqtt"):
-            yield from self._of_broker(status["mqtt"])
+        yield from fleet_metrics(status)
         if "device" in status:  # not in a service that nobody told of its machine
             yield from self._of_device(status["device"])
         lag = GaugeMetricFamily(
@@ -249,21 +249,6 @@ class _StateCollector(Collector):
             if "event_loop" in status:  # not in a service that has no loop of its own
                 lag.add_metric([quantile], status["event_loop"][f"lag_{key}_ms"] / 1e3)
         yield lag
-
-    @staticmethod
-    def _of_broker(mqtt: Mapping[str, Any]) -> Iterator[Metric]:
-        spool = mqtt["spool"]
-        yield GaugeMetricFamily("appliance_mqtt_connected", "1 while the broker is.", value=float(mqtt["connected"]))
-        waiting = GaugeMetricFamily("appliance_spool_waiting", "Publications that the broker lacks.", labels=("kind",))
-        for kind, count in spool["waiting"].items():
-            waiting.add_metric([kind], float(count))
-        dropped = CounterMetricFamily("appliance_spool_dropped", "Telemetry given up, by reason.", labels=("reason",))
-        for reason, count in spool["dropped"].items():
-            dropped.add_metric([reason], float(count))
-        yield from (waiting, dropped)
-        yield GaugeMetricFamily("appliance_spool_bytes", "What waits takes.", value=float(spool["waiting_bytes"]))
-        for key, what in (("refused", "Publications the broker did not want."), ("commits", "Writes to spool.db.")):
-            yield CounterMetricFamily(f"appliance_spool_{key}", what, value=float(spool[key]))
 
     @staticmethod
     def _of_memory(memory: Mapping[str, Any]) -> Iterator[Metric]:

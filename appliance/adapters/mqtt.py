@@ -45,7 +45,7 @@ from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from appliance.adapters.telemetry import Telemetry, ended_deployments
+from appliance.adapters.telemetry import Telemetry, ended_deployments, reported_state
 from appliance.core import trace
 from appliance.core.command import CommandResult
 from appliance.core.outbox import Kind, Publication, Reconnect
@@ -236,6 +236,12 @@ class Mqtt:
         """Make telemetry as often as `config` says from now on."""
         self._telemetry_s = config.mqtt.telemetry_s
 
+    def publish_result(self, model: str, document: dict[str, Any], safe: Callable[[], None]) -> None:
+        """Tell something more about an answer of `model`; `safe` is called, in any thread, when it will not be lost."""
+        topic, at = f"{self._prefix}/results/{model}", self._now()
+        self._spool.put(Kind.RESULT, topic, orjson.dumps(document), at=at, when_safe=safe)
+        self._wake()
+
     def lose_broker(self, on: bool, _amount: float) -> None:
         """Fault injection: be cut off from the broker until mended."""
         if on:
@@ -248,9 +254,7 @@ class Mqtt:
 
     def _tell(self) -> None:
         """Something that `status` says has changed: tell it, and how deployments have ended since."""
-        status = self._service.status()
-        state = {key: status[key] for key in ("device_id", "appliance", "ready", "models", "clock", "update")}
-        state["memory_step"], state["throttled"] = status["memory"]["step"], status["device"]["throttled"]["reasons"]
+        state = reported_state(self._service.status())
         self._state.append(orjson.dumps({**state, "session": self._link.session}))
         reports, reported = ended_deployments(self._service, self._spool.note(_REPORTED))
         for report in reports:

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, TypeAlias, cast
-from urllib.parse import unquote, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 import zstandard
@@ -40,6 +38,7 @@ from tuf.api.exceptions import (
 )
 from tuf.ngclient import FetcherInterface, Updater
 
+from appliance.adapters.outbound import Pools
 from models import published
 from models.bundle import Blob, Manifest
 from models.errors import ApplianceError, Unreachable, UntrustedUpdate, UpdateError
@@ -98,13 +97,13 @@ class Fetcher(FetcherInterface):
     def __init__(self, read_s: float = _READ_S) -> None:
         """Give up a server that is silent for `read_s`."""
         self._timeout = urllib3.Timeout(connect=_CONNECT_S, read=read_s)
-        self._pools: dict[str, urllib3.PoolManager] = {}
+        self._pools = Pools(_PARALLEL)
 
     def open(self, url: str, start: int = 0) -> urllib3.BaseHTTPResponse:
         """Ask for a file from byte `start` on; raises DownloadError, with the status when that is the reason."""
         headers = {"accept-encoding": "identity"} | ({"range": f"bytes={start}-"} if start else {})
         try:
-            response = self._pool(url).request(
+            response = self._pools.to(url).request(
                 "GET", url, headers=headers, timeout=self._timeout, retries=_RETRIES, preload_content=False
             )
         except urllib3.exceptions.HTTPError as error:
@@ -132,21 +131,6 @@ class Fetcher(FetcherInterface):
             except urllib3.exceptions.HTTPError as error:
                 msg = f"the connection broke: {error}"
                 raise DownloadError(msg) from error
-
-    def _pool(self, url: str) -> urllib3.PoolManager:
-        """Connections, through the proxy that the environment names for this address, if any."""
-        parts = urlsplit(url)
-        proxy = "" if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme, "")
-        if proxy not in self._pools:
-            self._pools[proxy] = _through(proxy) if proxy else urllib3.PoolManager(maxsize=_PARALLEL)
-        return self._pools[proxy]
-
-
-def _through(proxy: str) -> urllib3.PoolManager:
-    """Connections through a proxy, whose address may carry a user and a password."""
-    user = urllib3.util.parse_url(proxy).auth
-    headers = urllib3.make_headers(proxy_basic_auth=unquote(user)) if user else None
-    return urllib3.ProxyManager(proxy, maxsize=_PARALLEL, proxy_headers=headers)
 
 
 class Repository:

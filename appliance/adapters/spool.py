@@ -36,6 +36,8 @@ _COMMIT_S, _RETRY_S = 1.0, 30.0
 """From a change to its commit; and after one that failed, as on a full disk."""
 _ENTRIES = "SELECT number, kind, topic, payload, at, correlation, traceparent FROM publications ORDER BY number"
 _STARTS = "starts"
+_NUMBERS_OF_A_START = 2**32
+"""So none comes twice, though what was acknowledged leaves no trace."""
 
 
 class Spool:
@@ -44,6 +46,7 @@ class Spool:
     def __init__(self, path: Path, rules: Rules) -> None:
         """Go on with what `path` holds; where it is damaged it is set aside, where it cannot be used memory must do."""
         self._lock, self._changed, self._closing = threading.Lock(), threading.Event(), threading.Event()
+        self._writing = threading.Lock()
         self._notes: dict[str, str] = {}
         self._unwritten: dict[int, Publication] = {}
         self._unwritten_notes: dict[str, str] = {}
@@ -57,11 +60,11 @@ class Spool:
         self._name = path.name
         self._database, waiting = self._opened(path)
         self._outbox = Outbox(rules, waiting)
-        self._number = max((one.number for one in self._outbox), default=0)
         starts = self.note(_STARTS)
         self.start_number = (int(starts) if starts.isdecimal() else 0) + 1
         """Higher than of each start before."""
         self.take_note(_STARTS, str(self.start_number))
+        self._number = max(self.start_number * _NUMBERS_OF_A_START, *(one.number for one in self._outbox), 0)
         self._writer = threading.Thread(target=self._run, name="spool", daemon=True)
         self._writer.start()
 
@@ -86,10 +89,19 @@ class Spool:
             self._when_safe[publication.number] = when_safe
             self._unwritten[publication.number] = publication
             self._forget(self._outbox.put(publication))
-            if not 0 <= at - self._aged_at < _AGE_S:
-                self._aged_at = at
-                self._forget(self._outbox.aged(at))
+        self.age(at)
+
+    def age(self, wall: float) -> None:
+        """Drop what is too old at the wall time `wall`, where that was not looked at lately."""
+        with self._lock:
+            if not 0 <= wall - self._aged_at < _AGE_S:
+                self._aged_at = wall
+                self._forget(self._outbox.aged(wall))
         self._changed.set()
+
+    def write(self) -> bool:
+        """Write what is not written, now; whether that was done. Blocks."""
+        return self._commit()
 
     def take(
         self, now: float, window: int, kinds: Collection[Kind] = tuple(Kind), most_bytes: float = math.inf
@@ -167,6 +179,10 @@ class Spool:
         self._commit()
 
     def _commit(self) -> bool:
+        with self._writing:
+            return self._commit_alone()
+
+    def _commit_alone(self) -> bool:
         with self._lock:
             written, self._unwritten = self._unwritten, {}
             gone, self._gone = self._gone, set()

@@ -4,13 +4,84 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from appliance.core.gates import Tally, p95
+from appliance.core.history import LastFaults
 from appliance.service import Outcome, Service
 from models.errors import NotFound
+
+_STATE = ("device_id", "appliance", "ready", "models", "clock", "update")
+_PASSING = {
+    "models": ("waiting", "running", "service_ms", "swaps"),
+    "clock": ("now",),
+    "update": ("looked_s_ago", "looking", "share", "fetched_bytes"),
+}
+"""Part of the state -> what in it is another at each look."""
+
+
+def reported_state(status: Mapping[str, Any]) -> dict[str, Any]:
+    """What the fleet is told of a status."""
+    state = {key: status[key] for key in _STATE}
+    return {**state, "memory_step": status["memory"]["step"], "throttled": status["device"]["throttled"]["reasons"]}
+
+
+def lasting_state(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without what changes all the time, for whoever is told of changes only."""
+    state = reported_state(status)
+    for part, passing in _PASSING.items():
+        whole = state[part]
+        found = [_without(one, passing) for one in whole] if isinstance(whole, list) else whole
+        state[part] = _without(found, passing) if isinstance(found, Mapping) else found
+    return state
+
+
+def _without(part: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in part.items() if key not in keys}
+
+
+class Alarms:
+    """What an operator should be told of at once: faults of workers, and what begins and ends to be wrong."""
+
+    def __init__(self) -> None:
+        """Nothing is wrong yet."""
+        self._faults = LastFaults()
+        self._wrong: dict[tuple[str, str], str] = {}
+        """(What, model or nothing) -> why."""
+
+    def see(self, status: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
+        """Look at a status at the monotonic time `now`; what is new in it."""
+        fresh: list[dict[str, Any]] = [
+            {
+                "alarm": "worker_fault",
+                "model": fault.model,
+                "version": fault.version,
+                "cause": fault.cause,
+                "rung": fault.rung,
+                "text": fault.reason or fault.cause,
+            }
+            for fault in self._faults.see(status["workers"], now)
+        ]
+        wrong = {("degraded", model["name"]): model["degraded"] for model in status["models"] if model["degraded"]}
+        for what, why in (
+            ("reboot_wanted", status["reboot_wanted"]),
+            ("throttled", ", ".join(status["device"]["throttled"]["reasons"])),
+            ("memory", status["memory"]["step"].replace("normal", "")),
+        ):
+            if why:
+                wrong[what, ""] = why
+        began = {key: why for key, why in wrong.items() if key not in self._wrong}
+        ended = {key: why for key, why in self._wrong.items() if key not in wrong}
+        self._wrong = wrong
+        for changed, over in ((began, False), (ended, True)):
+            fresh += [
+                {"alarm": what, "model": model or None, "over": over, "text": why}
+                for (what, model), why in changed.items()
+            ]
+        return fresh
 
 
 class Telemetry:

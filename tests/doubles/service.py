@@ -28,6 +28,8 @@ from appliance.service import (
     Origin,
     Outcome,
     RepositoryModel,
+    SecondOpinion,
+    nobody_to_ask,
 )
 from appliance.swap import Swap, Swaps
 from models.errors import BadInput, NotFound, NotReady
@@ -53,6 +55,7 @@ class MemoryService:
         self.listeners: list[Callable[[], None]] = []
         self.observers: list[Observer] = []
         self.mirrors: list[Mirror] = []
+        self.second_opinion: SecondOpinion = nobody_to_ask
         self.inbox = None
         self.orders: dict[str, Order] = {"status": lambda _order: self.status()}
         self.deployments: Callable[[], list[dict[str, Any]]] = list
@@ -157,6 +160,8 @@ class MemoryService:
             raise BadInput("model 'echo' takes raw tensors, not pictures: use POST /v2/models/echo/infer")
         self._admit(request)
         document: dict[str, Any] = orjson.loads(self._compute(request)["result"][0])
+        if request.escalate:
+            document["second_opinion"] = await self.second_opinion(request, document)
         return document
 
     async def order(

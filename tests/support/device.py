@@ -12,7 +12,7 @@ import io
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -138,13 +138,29 @@ class Recovered:
     """Files that were asked of the repository."""
 
 
-def recover(state_dir: Path, given: Path, url: str, root: Path, published: Path | None = None) -> Recovered:
+@dataclass(frozen=True)
+class Wishes:
+    """What a device's own settings and upstream wish for."""
+
+    own: Mapping[str, str] = field(default_factory=dict)
+    pins: Mapping[str, str] = field(default_factory=dict)
+    paused: bool = False
+
+
+def recover(
+    state_dir: Path,
+    given: Path,
+    url: str,
+    root: Path,
+    published: Path | None = None,
+    wishes: Wishes = Wishes(),
+) -> Recovered:
     """Switch the device on whose state is in `state_dir`, and let it do what it has to.
 
     It was given the bundle in the folder `given`, and asks the repository at `url`, or where that lies in a folder,
     `published`. Nothing is left running.
     """
-    update = Update(url=url, root=root, trial_s=0, shadow_requests=0, reserve_bytes=0)
+    update = Update(url=url, root=root, trial_s=0, shadow_requests=0, reserve_bytes=0, pins=wishes.own)
     config = Settings(bundles=(given,), state_dir=state_dir, update=update, clock=Clock(assume_synced=True))
     fetcher = FromFolder(published) if published else None
     with contextlib.ExitStack() as stack:
@@ -154,7 +170,7 @@ def recover(state_dir: Path, given: Path, url: str, root: Path, published: Path 
         loop = _AtOnce()
         stack.callback(loop.close)
         try:
-            return loop.run_until_complete(_recover(config, fetcher))
+            return loop.run_until_complete(_recover(config, fetcher, wishes))
         except Exception as error:  # whatever it is, the device serves nothing
             return Recovered(f"{type(error).__name__}: {error}")
 
@@ -172,7 +188,7 @@ class _AtOnce(asyncio.SelectorEventLoop):
         return done
 
 
-async def _recover(config: Settings, fetcher: FromFolder | None) -> Recovered:
+async def _recover(config: Settings, fetcher: FromFolder | None, wishes: Wishes) -> Recovered:
     with contextlib.closing(Store(config.state_dir)) as store:
         name = store.device_id()
         with contextlib.closing(Journal(config.state_dir / "journal.db")) as journal:
@@ -192,6 +208,7 @@ async def _recover(config: Settings, fetcher: FromFolder | None) -> Recovered:
                 [updates.present(folder, open_bundle) for folder in config.bundles], device_id=name, facts=dict
             )
             service.start()
+            updates.desire(wishes.pins, paused=wishes.paused)
             (first,) = _serving(service)
             updates.start(service, open_bundle, Engines(config, lambda *_asked: contextlib.nullcontext()))
             fault = await _ended(updates)
@@ -216,6 +233,8 @@ async def _ended(updates: Updates) -> str:
     until = time.monotonic() + _WITHIN_S
     while time.monotonic() < until:
         status = updates.status() or {}
+        if status["paused"] and not status["looking"]:
+            return "paused"
         if not status["looking"] and (status["problem"] or status["looked_s_ago"] is not None):
             if status["deployment"] is None and status["looked_s_ago"] is not None:
                 return ""

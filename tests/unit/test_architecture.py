@@ -65,6 +65,12 @@ def test_the_daemon_starts_without_what_only_updates_need() -> None:
     assert not loaded & {"tuf", "cryptography", "zstandard", "urllib3", "sqlite3", "appliance.updater"}
 
 
+def test_the_sync_with_upstream_needs_no_library_of_the_clients_or_of_the_server() -> None:
+    loaded = loaded_after("import appliance.cloudsync, appliance.adapters.exchange, appliance.second_opinion")
+    assert "urllib3" in loaded
+    assert not loaded & {"httpx", "typer", "tuf", "cv2", "sqlalchemy", "alembic", "appliance.upstream"}
+
+
 def test_the_clients_start_without_the_daemon() -> None:
     loaded = loaded_after("import appliance.client_cli")
     assert not loaded & {"fastapi", "uvicorn", "pydantic_settings", "onnxruntime", "paho", "appliance.daemon"}

@@ -123,6 +123,7 @@ def test_a_request_that_cannot_be_used_is_400_with_the_reason(
         "deadline_ms=-5",
         "deadline_ms=nan",
         f"source={'s' * 101}",
+        "escalate=now",
     ],
 )
 def test_a_query_value_outside_its_range_is_400_and_named(query: str) -> None:

@@ -30,8 +30,7 @@ class Device:
     def __init__(self, store: Store, **given: Any) -> None:  # noqa: ANN401 - settings
         self.service, self.store, self.given = MemoryService(), store, Settings(**given)
         self.configured: list[Settings] = []
-        parts = (self, None)
-        made = Orders(self.service, self.given, store, now=lambda: NOW, parts=parts)  # type: ignore[arg-type] # its double
+        made = Orders(self.service, self.given, store, now=lambda: NOW, parts=(self,))  # type: ignore[arg-type] # its double
         self.service.orders |= made.by_name()
 
     def configure(self, config: Settings) -> None:

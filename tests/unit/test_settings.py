@@ -214,3 +214,27 @@ def test_state_of_a_plain_user_lies_where_the_desktop_says(monkeypatch: pytest.M
     assert settings.default_state_dir() == tmp_path / ".local" / "state" / "appliance"
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert settings.default_state_dir() == Path("/var/lib/appliance")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[upstream]\nurl = 'http://upstream.example'", "upstream.url is plain HTTP beyond this machine"),
+        ("[upstream]\nurl = 'http://localhost.example:80'", "upstream.url is plain HTTP beyond this machine"),
+        ("[upstream]\nurl = 'https://user:word@upstream.example'", "upstream.url: "),
+        ("[second_opinion]\nmodels = ['m']", "second_opinion.models is set, and there is nobody to ask"),
+    ],
+)
+def test_an_upstream_that_would_give_away_what_is_said_is_refused(file: Path, text: str, sentence: str) -> None:
+    assert refusal(file, text).startswith(sentence)
+
+
+@pytest.mark.parametrize("url", ["https://upstream.example/fleet", "http://127.0.0.1:8443", "http://[::1]:80"])
+def test_an_upstream_over_tls_or_on_this_machine_is_taken(file: Path, url: str) -> None:
+    assert load(file, f"[upstream]\nurl = '{url}'").upstream.url == url
+
+
+def test_an_enrolled_device_shows_its_certificate_to_upstream_where_that_is_wished_for(file: Path) -> None:
+    config = load(file, "[identity]\nupstream = true\n[upstream]\nurl = 'https://upstream.example'")
+    files = config.identity_files
+    assert (config.upstream.certificate, config.upstream.ca) == (files.certificate, files.authority)

@@ -27,7 +27,7 @@ ANSWER = Answer(
     most_bytes=1000,
     desired=Desired("e-2", {"m": "2"}, paused=True, labels={"site": "north"}, groups=("docks",)),
     commands=(Ordered("c-2", {"payloadType": "x", "payload": "", "signatures": []}),),
-    opinions=(Opinion("s-2", "m", "1", "m-large 1", {"lines": []}, agrees=False),),
+    opinions=(Opinion("s-2", "m", "1", by="m-large 1", result={"lines": []}, agrees=False),),
 )
 
 
@@ -43,7 +43,7 @@ def test_a_batch_and_an_answer_are_read_back_as_they_were_written() -> None:
 
 
 def test_a_sample_is_read_back_as_it_was_written() -> None:
-    sample = Sample("s-1", "m", "1", "d", "cam-1", 1.8e9, 3600.0, (Part("/9j/", {"lines": []}, 3, 4),))
+    sample = Sample("s-1", "m", "1", "d", "cam-1", 1.8e9, 3600.0, (Part("/9j/", {"lines": []}, left=3, top=4),))
     assert schema.load(Sample, over_the_wire(sample)) == sample
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from support import tiny
+from support.device import Wishes, recover
+from support.mirror import Mirror
 
 from appliance.adapters.journal import Facts, Journal
 from appliance.core.deployment import Slot
@@ -99,3 +102,58 @@ def test_a_trusted_root_that_cannot_be_read_is_refused_at_the_start(device: Devi
     config = Settings(bundles=(device.given,), state_dir=device.state, update=update)
     with pytest.raises(ConfigError, match=r"update\.root names .*missing\.json, which cannot be read"):
         Updates(config, lambda: 0.0)
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Mirror, Path, list[str]]]:
+    """Versions 2, 3 and 4, of which the channel holds the last; what a device was given, and the digests of 1 to 4."""
+    folder = tmp_path_factory.mktemp("published")
+    made = [tiny.scale_bundle(folder / f"v{version}", version, null=True) for version in (1, 2, 3, 4)]
+    with Mirror(folder / "published") as published:
+        for bundle in made[1:]:
+            published.add(bundle)
+        yield published, made[0], [BundleFolder(bundle).manifest.digest for bundle in made]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "serves"),
+    [
+        (Wishes(), 4),
+        (Wishes(pins={"scale": "2.0.0"}), 2),
+        (Wishes(pins={"another": "2.0.0"}), 4),
+        (Wishes(pins={"scale": "2.0.0"}, own={"scale": "3.0.0"}), 3),
+    ],
+    ids=["no wish", "upstream's", "of another model", "own and upstream's"],
+)
+def test_a_pin_of_upstream_is_followed_unless_the_device_has_one_of_its_own(
+    mirror: tuple[Mirror, Path, list[str]], tmp_path: Path, wishes: Wishes, serves: int
+) -> None:
+    published, given, digests = mirror
+    found = recover(tmp_path / "state", given, published.url, published.root, published.folder, wishes)
+    assert (found.fault, found.last) == ("", digests[serves - 1])
+
+
+def test_a_pin_of_upstream_to_what_is_not_published_changes_nothing(
+    mirror: tuple[Mirror, Path, list[str]], tmp_path: Path
+) -> None:
+    published, given, digests = mirror
+    wishes = Wishes(pins={"scale": "9.0.0"})
+    found = recover(tmp_path / "state", given, published.url, published.root, published.folder, wishes)
+    assert found.last == digests[0]
+
+
+def test_while_upstream_holds_a_device_nothing_is_begun(mirror: tuple[Mirror, Path, list[str]], tmp_path: Path) -> None:
+    published, given, digests = mirror
+    wishes = Wishes(paused=True)
+    found = recover(tmp_path / "state", given, published.url, published.root, published.folder, wishes)
+    assert (found.fault, found.last, found.steps) == ("paused", digests[0], ())
+
+
+def test_wishes_of_upstream_that_the_device_overrules_are_named(device: Device) -> None:
+    device.journal({})
+    config = Settings(
+        bundles=(device.given,), state_dir=device.state, update=Update(pins={"scale": "1.0.0", "other": "2"})
+    )
+    with closing(Updates(config, lambda: 0.0)) as updates:
+        updates.desire({"scale": "2.0.0", "other": "2"}, paused=True)
+        assert updates.overruled() == ["scale"]

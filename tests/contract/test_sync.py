@@ -1,0 +1,133 @@
+"""Every server of the sync exchange keeps its promises: the double that devices are tested with, and the real one."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pytest
+from doubles.upstream import MemoryUpstream
+
+from models.sync import Acks, Answer, Batch, Desired, Item, Opinion, Ordered
+
+pytestmark = pytest.mark.contract
+
+DEVICE, NOW = "dock-7", 1.8e9
+STATE = {"ready": True, "models": [{"name": "m", "version": "1", "digest": "d"}]}
+ORDER = Ordered("c-1", {"payloadType": "application/vnd.appliance.command+json", "payload": "e30=", "signatures": []})
+
+
+class Server(Protocol):
+    """What is asked of each."""
+
+    def exchange(self, batch: Batch) -> Answer:
+        """Take a batch in."""
+
+    def told(self) -> list[tuple[str, int, int]]:
+        """Incarnation, number and payload's `n` of all that was kept of the device, by these."""
+
+    def order(self) -> None:
+        """Have `ORDER` given to the device."""
+
+    def tell(self, opinion: Opinion) -> None:
+        """Have an opinion on a sample of the device, which it has sent, told to it."""
+
+    def wish(self) -> Desired:
+        """Have the device run version 2 of `m`; what it should be told."""
+
+
+class Memory:
+    """The double."""
+
+    def __init__(self) -> None:
+        self._memory = MemoryUpstream()
+
+    def exchange(self, batch: Batch) -> Answer:
+        return self._memory.exchange(batch)
+
+    def told(self) -> list[tuple[str, int, int]]:
+        return sorted((key[1], key[2], item.payload["n"]) for key, item in self._memory.items.items())
+
+    def order(self) -> None:
+        self._memory.order(DEVICE, ORDER)
+
+    def tell(self, opinion: Opinion) -> None:
+        self._memory.tell(DEVICE, opinion)
+
+    def wish(self) -> Desired:
+        wished = self._memory.desired[DEVICE] = Desired("e-2", {"m": "2"})
+        return wished
+
+
+@pytest.fixture(params=["double"])
+def server(request: pytest.FixtureRequest) -> Server:
+    """Each server, which knows nothing yet."""
+    del request
+    return Memory()
+
+
+def items(*numbers: int) -> tuple[Item, ...]:
+    return tuple(Item(number, "telemetry", NOW, {"n": number}) for number in numbers)
+
+
+def batch(name: str, *numbers: int, incarnation: str = "i-1", **fields: object) -> Batch:
+    return Batch(name, DEVICE, incarnation, NOW, items=items(*numbers), **{"state": STATE, **fields})  # type: ignore[arg-type]
+
+
+def test_what_was_committed_is_named_and_kept(server: Server) -> None:
+    assert server.exchange(batch("b-1", 1, 2, 5)).received == ((1, 2), (5, 5))
+    assert server.told() == [("i-1", 1, 1), ("i-1", 2, 2), ("i-1", 5, 5)]
+
+
+def test_a_batch_that_comes_again_is_kept_once_and_answered_as_before(server: Server) -> None:
+    first, again = server.exchange(batch("b-1", 1, 2)), server.exchange(batch("b-1", 1, 2))
+    assert first.received == again.received == ((1, 2),)
+    assert len(server.told()) == 2
+
+
+def test_batches_may_overlap_and_come_in_any_order(server: Server) -> None:
+    for name, numbers in (("b-3", (7, 8)), ("b-1", (1, 2, 3)), ("b-2", (3, 4, 7)), ("b-1", (1, 2, 3))):
+        answer = server.exchange(batch(name, *numbers))
+        assert {number for first, last in answer.received for number in range(first, last + 1)} >= set(numbers)
+    assert [number for _incarnation, number, _n in server.told()] == [1, 2, 3, 4, 7, 8]
+
+
+def test_a_board_that_was_flashed_anew_counts_from_one_again(server: Server) -> None:
+    server.exchange(batch("b-1", 1, 2))
+    server.exchange(batch("b-2", 1, incarnation="i-2"))
+    assert server.told() == [("i-1", 1, 1), ("i-1", 2, 2), ("i-2", 1, 1)]
+
+
+def test_what_is_wished_for_is_told_until_the_device_holds_it(server: Server) -> None:
+    server.exchange(batch("b-1"))
+    wished = server.wish()
+    told = server.exchange(batch("b-2", etag="old")).desired
+    assert told
+    assert (told.pins, told.paused) == (wished.pins, False)
+    assert server.exchange(batch("b-3", etag=told.etag)).desired is None
+    assert server.exchange(batch("b-4", etag="")).desired == told
+
+
+def test_an_order_is_repeated_until_it_is_acknowledged(server: Server) -> None:
+    server.exchange(batch("b-1"))
+    server.order()
+    for name in ("b-2", "b-3"):
+        assert server.exchange(batch(name)).commands == (ORDER,)
+    assert server.exchange(batch("b-4", acks=Acks(commands=("c-1", "unknown")))).commands == ()
+    assert server.exchange(batch("b-5")).commands == ()
+
+
+def test_an_opinion_is_repeated_until_it_is_acknowledged(server: Server) -> None:
+    sample = {"sample_id": "s-1", "model": "m", "version": "1"}
+    asked = Item(1, "sample", NOW, sample)
+    server.exchange(Batch("b-1", DEVICE, "i-1", NOW, state=STATE, items=(asked,)))
+    opinion = Opinion("s-1", "m", "1", by="large 1", result={"lines": []}, agrees=False)
+    server.tell(opinion)
+    for name in ("b-2", "b-3"):
+        assert server.exchange(batch(name)).opinions == (opinion,)
+    assert server.exchange(batch("b-4", acks=Acks(opinions=("s-1",)))).opinions == ()
+
+
+def test_a_server_that_lacks_the_state_asks_for_it(server: Server) -> None:
+    assert server.exchange(batch("b-1", state=None)).send_state
+    assert not server.exchange(batch("b-2", exchange=1)).send_state
+    assert not server.exchange(batch("b-3", state=None, exchange=2)).send_state
