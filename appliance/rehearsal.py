@@ -88,7 +88,7 @@ async def shadow(service: Service, candidate: Candidate, requests: int, limit_s:
     enough = asyncio.Event()
 
     def mirror(request: InferRequest, response: InferResponse) -> None:
-        size_bytes = sum(memoryview(tensor.data).nbytes for tensor in request.tensors)
+        size_bytes = sum([tensor.size_bytes for tensor in request.tensors])
         busy = len(tasks) >= min(_AT_A_TIME, requests - len(shares))
         if request.model not in names or busy or size_bytes > _LARGEST_BYTES:
             return

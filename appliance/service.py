@@ -503,6 +503,10 @@ class Service:
         """One model; raises NotFound."""
         return self._info(self._bundle(name, version), name)
 
+    def spec(self, name: str, version: str | None = None) -> ModelSpec:
+        """What goes into a model and comes out; raises NotFound."""
+        return self._bundle(name, version).spec(name)
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors; a whole bundle answers with its predict documents in a BYTES tensor.
 
@@ -732,7 +736,7 @@ class Service:
         graph = bundle.graph(request.model)
         if not graph:
             return contextlib.nullcontext()
-        input_bytes = sum(memoryview(tensor.data).nbytes for tensor in request.tensors)
+        input_bytes = sum([tensor.size_bytes for tensor in request.tensors])
         return self._keeper.batch(bundle.name, graph, input_bytes)
 
     def _bundle(self, name: str, version: str | None = None) -> Bundle:

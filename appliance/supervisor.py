@@ -210,9 +210,9 @@ class Supervisor:
             deadline_at,
             priority,
             source,
-            bucket=(graph, outputs, *((tensor.name, tensor.shape) for tensor in tensors)),
+            bucket=(graph, outputs, *[(tensor.name, tensor.shape) for tensor in tensors]),
             shares=graph in self._shared,
-            size_bytes=sum(memoryview(tensor.data).nbytes for tensor in tensors),
+            size_bytes=sum([tensor.size_bytes for tensor in tensors]),
         )
         replaced = self._schedule.admit(ticket)
         self._quiet.clear()

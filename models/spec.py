@@ -79,6 +79,11 @@ class Tensor:
     shape: tuple[int, ...]
     data: Payload
 
+    @property
+    def size_bytes(self) -> int:
+        """Length of `data`."""
+        return memoryview(self.data).nbytes
+
     @classmethod
     def from_array(cls, name: str, array: Array) -> Tensor:
         """Wrap a numpy array (object arrays hold `bytes`); contiguous arrays are not copied."""
@@ -106,7 +111,7 @@ class Tensor:
         if dtype is None:
             msg = f"tensor {self.name!r} has unknown datatype {self.datatype!r}; known: {', '.join(DTYPES)}, BYTES"
             raise BadInput(msg)
-        have_bytes = memoryview(self.data).nbytes
+        have_bytes = self.size_bytes
         need_bytes = count * np.dtype(dtype).itemsize
         if have_bytes != need_bytes:
             msg = (
@@ -119,14 +124,15 @@ class Tensor:
 
 def element_count(name: str, shape: Sequence[int]) -> int:
     """Number of elements of `shape`; raises BadInput for negative or absurd dimensions."""
-    if any(size < 0 for size in shape):
+    if min(shape, default=0) < 0:
         msg = f"tensor {name!r} has shape {list(shape)}: every dimension must be 0 or more"
         raise BadInput(msg)
+    count = math.prod(shape)
     # Zeros are left out here: numpy refuses [0, 2**63] as well, although it has no elements.
-    if len(shape) > _MOST_DIMENSIONS or math.prod(size for size in shape if size) > _MOST_ELEMENTS:
+    if len(shape) > _MOST_DIMENSIONS or (count or math.prod(filter(None, shape))) > _MOST_ELEMENTS:
         msg = f"tensor {name!r} has shape {str(list(shape))[:80]}: more than any request can carry"
         raise BadInput(msg)
-    return math.prod(shape)
+    return count
 
 
 def pack_bytes(elements: Sequence[bytes]) -> bytes:
@@ -155,8 +161,8 @@ def unpack_bytes(name: str, payload: Payload, count: int) -> list[bytes]:
 
 def check_request(spec: ModelSpec, inputs: Sequence[Tensor], outputs: Sequence[str] | None) -> None:
     """Raise BadInput with one sentence when `inputs` are not what `spec` takes, or `outputs` not what it gives."""
-    given = {tensor.name for tensor in spec.outputs}
     for name in outputs or ():
+        given = {tensor.name for tensor in spec.outputs}
         if name not in given:
             msg = f"there is no output {name!r}; this model gives {', '.join(sorted(given))}"
             raise BadInput(msg)

@@ -39,7 +39,18 @@ _CHANGES = (
 )
 """Path -> the role that verbs other than `READING` need there."""
 
-_LOOKED_AT = frozenset({b"host", b"origin", b"authorization", b"x-request-id", b"traceparent"})
+_LOOKED_AT = frozenset(
+    {
+        b"host",
+        b"origin",
+        b"authorization",
+        b"x-request-id",
+        b"traceparent",
+        b"content-encoding",
+        b"content-length",
+        b"inference-header-content-length",
+    }
+)
 """Headers that are looked for in one go; `scope["known"]` has those that came."""
 
 _FRESH_S = 1.0
@@ -135,7 +146,7 @@ class Gate:
             return Caller(name, role)
         if not self._rules.anonymous:
             raise _needs_token("this needs a token", Role.INFER)
-        return Caller(str((scope.get("client") or ("local",))[0]), Role.INFER, anonymous=True)
+        return _anonymous(str((scope.get("client") or ("local",))[0]))
 
     def _read(self) -> Mapping[str, Token]:
         try:
@@ -177,6 +188,11 @@ def role_needed(method: str, path: str) -> Role:
 def decided(path: str) -> Role | None:
     """The role that changing something at `path` needs; None when nobody has decided it, as where nothing is."""
     return next((role for pattern, role in _CHANGES if pattern.fullmatch(path)), None)
+
+
+@lru_cache(maxsize=1024)
+def _anonymous(address: str) -> Caller:
+    return Caller(address, Role.INFER, anonymous=True)
 
 
 def _check(caller: Caller, needed: Role) -> None:

@@ -47,6 +47,8 @@ STATUS: Mapping[type[ApplianceError], int] = {
 
 REQUEST_ID, LONGEST_ID = b"x-request-id", 100
 """The header by which a caller knows its answers again, and how many bytes of it are given back."""
+JOINED_BYTES = 64 * 1024
+"""What is no larger is cheaper to copy than to hand on by itself."""
 _LONGEST_ERROR = 1000
 _LONGEST_QUOTE = 100
 """Characters."""
@@ -94,13 +96,13 @@ def refusal(error: Exception) -> Json:
 
 
 class Parts(Response):
-    """A body in parts, which are sent as they are; tensors are not joined to the JSON before them."""
+    """A body in parts: large tensors are not copied behind the JSON before them, small ones are sent with it."""
 
     def __init__(self, parts: Sequence[Payload], headers: list[tuple[bytes, bytes]]) -> None:
         """Answer 200 with `parts`, borrowed until they are sent, and `headers` besides their length."""
         self.status_code, self.background = 200, None
-        self._parts = parts
         size_bytes = sum(map(len, parts))
+        self._parts = parts if size_bytes > JOINED_BYTES else [b"".join(parts)]
         self.raw_headers = [*headers, (b"content-length", b"%d" % size_bytes)]
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:

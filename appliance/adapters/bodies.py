@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
-from starlette.types import Scope
 
 from models.errors import BadInput, Overloaded, TooLarge
 
@@ -60,11 +59,11 @@ class _Body:
         self._bodies, self._request, self._received_bytes = bodies, request, 0
 
     async def __aenter__(self) -> bytes:
-        scope = self._request.scope
-        if header(scope, b"content-encoding", b"identity") != b"identity":
+        known: Mapping[bytes, bytes] = self._request.scope["known"]
+        if known.get(b"content-encoding", b"identity") != b"identity":
             raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
         limit_bytes = self._bodies.each_bytes
-        announced = header(scope, b"content-length", b"")
+        announced = known.get(b"content-length", b"")
         if announced.isdigit() and int(announced) > limit_bytes:
             raise _too_large(limit_bytes)
         try:
@@ -94,14 +93,6 @@ class _Body:
 
     def _give_back(self) -> None:
         self._bodies.give_back(self._received_bytes)
-
-
-def header(scope: Scope, name: bytes, default: bytes) -> bytes:
-    """The first header `name` of a request, in small letters as the server gives them."""
-    for key, value in scope["headers"]:
-        if key == name:
-            return value  # type: ignore[no-any-return] # ASGI: bytes
-    return default
 
 
 def _too_large(limit_bytes: int) -> TooLarge:

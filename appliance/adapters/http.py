@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from appliance import __version__
 from appliance.adapters import about, access, oip, openapi
 from appliance.adapters.answers import LONGEST_ID, REQUEST_ID, Json, Parts, add_errors, answer_to, request_id
-from appliance.adapters.bodies import Bodies, header
+from appliance.adapters.bodies import Bodies
 from appliance.adapters.live import Live, add_page
 from appliance.adapters.metrics import Metrics
 from appliance.core import trace
@@ -128,12 +128,12 @@ class Door:
 
     async def infer(self, request: Request, model: str, version: str | None = None) -> Response:
         """Tensors in, tensors out; JSON or the binary extension."""
-        info = self._service.model(model, version)
-        header_length = header(request.scope, _HEADER, b"").decode("latin-1") or None
+        spec = self._service.spec(model, version)
+        header_length = request.scope["known"].get(_HEADER, b"").decode("latin-1") or None
         if header_length == "0":  # a raw body: only the model's own tensors say what it is
-            _loaded(info)
+            _loaded(self._service.model(model, version))
         async with self._bodies.of(request) as body:
-            parsed = await _off_loop(oip.json_bytes(body, header_length), oip.parse, body, header_length, info.spec)
+            parsed = await _off_loop(oip.json_bytes(body, header_length), oip.parse, body, header_length, spec)
             wanted = InferRequest(
                 model=model,
                 version=version,
@@ -146,9 +146,10 @@ class Door:
             )
             response = await _unless_gone(request, self._service.infer(wanted))
         origin, tensors = response.origin, response.tensors
-        json_bytes = sum(memoryview(one.data).nbytes for one in tensors if not parsed.wants_binary(one.name))
-        parts, json_length = await _off_loop(json_bytes, oip.render, parsed, _document(origin), tensors)
-        headers = [*_origin_headers(origin), *_echoed(wanted, request)]
+        json_bytes = sum([one.size_bytes for one in tensors if not parsed.wants_binary(one.name)])
+        document, origin_headers = _said_of(origin)
+        parts, json_length = await _off_loop(json_bytes, oip.render, parsed, document, tensors)
+        headers = [*origin_headers, *_echoed(wanted, request)]
         if json_length is None:
             return Parts(parts, [*headers, (b"content-type", b"application/json")])
         return Parts(parts, [*headers, (_HEADER, b"%d" % json_length), (b"content-type", b"application/octet-stream")])
@@ -367,9 +368,9 @@ async def _off_loop(size_bytes: int, call: Callable[..., Any], *given: object) -
 
 
 @lru_cache(maxsize=256)
-def _document(origin: Origin) -> dict[str, Any]:
-    """What a tensor answer says of its origin; not to be changed."""
-    return {
+def _said_of(origin: Origin) -> tuple[Mapping[str, Any], Sequence[tuple[bytes, bytes]]]:
+    """What a tensor answer says of its origin, in its JSON and in its headers."""
+    document = {
         "model_name": origin.model,
         "model_version": origin.version,
         "parameters": {
@@ -379,10 +380,6 @@ def _document(origin: Origin) -> dict[str, Any]:
             "degraded": origin.degraded or "",
         },
     }
-
-
-@lru_cache(maxsize=256)
-def _origin_headers(origin: Origin) -> tuple[tuple[bytes, bytes], ...]:
     headers = {
         "appliance-runtime": origin.runtime,
         "appliance-precision": origin.precision,
@@ -391,4 +388,4 @@ def _origin_headers(origin: Origin) -> tuple[tuple[bytes, bytes], ...]:
     }
     if origin.degraded:
         headers["appliance-degraded"] = origin.degraded
-    return tuple((name.encode(), value.encode("latin-1")) for name, value in headers.items())
+    return document, [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]

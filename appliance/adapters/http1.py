@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from appliance.adapters.answers import JOINED_BYTES
+
 HEAD_LIMIT_BYTES = 64 * 1024
 FRAMING_LIMIT_BYTES = 1024 * 1024
 """Some 65,000 chunks of the usual form; Triton's bound is 65,536."""
-_JOINED_BYTES = 64 * 1024
-"""Pieces of an answer up to this size travel in one segment, at one call of the system instead of three."""
 UNREAD_LIMIT_BYTES = 64 * 1024 * 1024
 """A client that has sent a body of usual size before it looks for the answer still finds it."""
 
@@ -96,11 +96,7 @@ class Http1(HttpToolsProtocol):
         """Called by the parser after the empty line that ends a head."""
         self._in_head = False
         super().on_headers_complete()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Called by the parser for a header, and for trailers behind a body, which say nothing to us."""
-        if self._in_head:
-            super().on_header(name, value)
+        self.headers = []  # for trailers behind a body, which say nothing to us
 
     def on_body(self, body: bytes) -> None:
         """Called by the parser with a piece of a body."""
@@ -111,7 +107,7 @@ class Http1(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""
-        headers = self.headers  # each request has a list of its own
+        headers = self.headers  # each head has a list of its own
         self._framing_bytes += len(data)
         super().data_received(data)
         self._listen()
@@ -155,7 +151,7 @@ class Http1(HttpToolsProtocol):
 
 
 class _Joining:
-    """A transport that sends small pieces together which are written in one go."""
+    """A transport that sends small pieces which are written in one go, as a head and its body, at one call."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -163,7 +159,7 @@ class _Joining:
         self.is_closing, self.get_extra_info = transport.is_closing, transport.get_extra_info
 
     def write(self, data: bytes) -> None:
-        if len(data) > _JOINED_BYTES:
+        if len(data) > JOINED_BYTES:
             self.flush()
             self._transport.write(data)
             return

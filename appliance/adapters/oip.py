@@ -92,7 +92,7 @@ def render(
     for tensor in tensors:
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         if request.wants_binary(tensor.name):
-            output["parameters"] = {"binary_data_size": memoryview(tensor.data).nbytes}
+            output["parameters"] = {"binary_data_size": tensor.size_bytes}
             tail.append(tensor.data)
         else:
             output["data"] = _plain(tensor)

@@ -246,10 +246,13 @@ def run_bytes_of(memory: Memory | None, graph: str, input_bytes: int) -> int:
     Between measured buckets the next larger one is taken. Beyond the largest, tensors grow with their input, which is
     right for convolutions; a picture is scaled by its task, so only copies of it grow.
     """
-    measured = {int(bucket): size for bucket, size in (memory.run_bytes.get(graph, {}) if memory else {}).items()}
-    if not measured:
+    sizes, bucket = memory.run_bytes.get(graph) if memory else None, bucket_of(input_bytes)
+    if not sizes:
         return 0
-    bucket, largest = bucket_of(input_bytes), max(measured)
+    if (same := sizes.get(str(bucket))) is not None:
+        return same
+    measured = {int(known): size for known, size in sizes.items()}
+    largest = max(measured)
     if bucket <= largest:
         return measured[min(known for known in measured if known >= bucket)]
     if graph == PREDICT:

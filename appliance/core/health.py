@@ -168,6 +168,8 @@ class WorkerHealth:
     @property
     def alarm_at(self) -> float:
         """When something must be done though nothing was heard: a start that is due, or a load that takes too long."""
+        if self.state is State.READY:
+            return NEVER  # nearly always: members of an enumeration are hashed in Python
         if self.state in {State.WAITING, State.QUARANTINED}:
             return self.retry_at
         limit_s = {State.LOADING: LOAD_LIMIT_S, State.BUILDING: BUILD_LIMIT_S}.get(self.state, NEVER)
@@ -176,6 +178,8 @@ class WorkerHealth:
     @property
     def refuses(self) -> bool:
         """Whether a request would wait in vain: after a first fault the new worker is awaited, after more it is not."""
+        if self.state is State.READY:
+            return False
         return self.state in {State.QUARANTINED, State.BUILDING} or (self.state is State.WAITING and self.faults > 1)
 
     def after(self, event: Event, now: float) -> WorkerHealth:

@@ -27,8 +27,6 @@ class Held(Generic[T]):
     began_at: float = NEVER
     alive_at: float = 0.0
     """When the worker last said that it goes on."""
-    told: bool = False
-    """Whether its caller knows that the deadline has passed."""
 
     @property
     def silent_since(self) -> float:
@@ -47,6 +45,8 @@ class Watch(Generic[T]):
         self._concurrency, self._hang_s, self._idle_s = concurrency, hang_s, idle_s
         self._rests_at = NEVER
         self._held: dict[int, Held[T]] = {}
+        self._due: dict[int, Ticket[T]] = {}
+        """Those with a deadline, until their caller knows that it has passed."""
 
     def __len__(self) -> int:
         """Requests that the worker holds."""
@@ -63,6 +63,8 @@ class Watch(Generic[T]):
     def take(self, ticket: Ticket[T], now: float) -> None:
         """The worker was handed `ticket`."""
         self._held[ticket.id] = Held(ticket)
+        if ticket.deadline_at != NEVER:
+            self._due[ticket.id] = ticket
         self._begin(now)
 
     def heard(self, ticket_id: int, now: float) -> None:
@@ -72,6 +74,7 @@ class Watch(Generic[T]):
     def leave(self, ticket_id: int, now: float) -> Held[T]:
         """The worker has answered one; raises KeyError when it holds no such ticket."""
         held = self._held.pop(ticket_id)
+        self._due.pop(ticket_id, None)
         self._begin(now)
         self.rest(now)
         return held
@@ -80,18 +83,19 @@ class Watch(Generic[T]):
         """The worker is gone: remove and return all that it held."""
         lost = [held.ticket for held in self._held.values()]
         self._held.clear()
+        self._due.clear()
         return lost
 
     def overdue(self, now: float) -> list[Ticket[T]]:
         """Tickets whose deadline has passed since the last call; the worker still holds them."""
-        late = [held for held in self._held.values() if not held.told and held.ticket.deadline_at <= now]
-        for held in late:
-            held.told = True
-        return [held.ticket for held in late]
+        late = [ticket for ticket in self._due.values() if ticket.deadline_at <= now]
+        for ticket in late:
+            del self._due[ticket.id]
+        return late
 
     def hung(self, now: float) -> bool:
         """Whether the worker was silent about a begun request for too long."""
-        return any(now >= held.silent_since + self._hang_s for held in self._held.values())
+        return any(now >= held.silent_since + self._hang_s for held in self._begun)
 
     def idle(self, now: float) -> bool:
         """Whether nothing was asked of the worker for so long that it should prove itself again."""
@@ -100,15 +104,20 @@ class Watch(Generic[T]):
     @property
     def deadline_at(self) -> float:
         """The next moment at which `overdue` says something; `NEVER` when there is none."""
-        return min((held.ticket.deadline_at for held in self._held.values() if not held.told), default=NEVER)
+        return min((ticket.deadline_at for ticket in self._due.values()), default=NEVER)
 
     @property
     def alarm_at(self) -> float:
         """The moment from which it is `hung` or `idle` unless something is heard before."""
         if not self._held:
             return self._rests_at + self._idle_s
-        return min(held.silent_since for held in self._held.values()) + self._hang_s
+        return min([held.silent_since for held in self._begun]) + self._hang_s
+
+    @property
+    def _begun(self) -> Iterator[Held[T]]:
+        """Those that run: always the first few, for whoever leaves makes room for the next in line."""
+        return islice(self._held.values(), self._concurrency)
 
     def _begin(self, now: float) -> None:
-        for held in islice(self._held.values(), self._concurrency):
+        for held in self._begun:
             held.began_at = min(held.began_at, now)

@@ -143,6 +143,10 @@ class MemoryService:
         msg = f"there is no model {name!r} in version {version or 'any'}"
         raise NotFound(msg)
 
+    def spec(self, name: str, version: str | None = None) -> ModelSpec:
+        """What goes into a model and comes out; raises NotFound."""
+        return self.model(name, version).spec
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors."""
         spec = self._admit(request)
