@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint format bench elasticity swap-bench vm-test constraints clean
+.PHONY: demo test test-long lint format bench elasticity reload-bench swap-bench vm-test constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
@@ -34,6 +34,9 @@ bench: .venv/.dev
 # Takes 16 minutes; wants a machine that does nothing else.
 elasticity: .venv/.dev
 	$(BIN)/python tests/load/elasticity.py
+
+reload-bench: .venv/.dev
+	$(BIN)/python tests/load/reload.py
 
 swap-bench: .venv/.dev
 	$(BIN)/python tests/load/swap.py

@@ -58,6 +58,8 @@ from models.targets import BACKENDS
 
 log = structlog.get_logger()
 
+PREPARED = "prepared"
+"""Folder in the state folder with graphs as the runtime has optimised them."""
 _LEAST_GRACE_S = 1.0
 """What a worker always gets to end by itself."""
 _FEEDS = 3
@@ -327,6 +329,7 @@ def _open_bundle(
         runtime=config.runtime,
         bundle=str(path.resolve()),
         engines=str(engines.folder(digest)),
+        prepared=str(config.state_dir.resolve() / PREPARED),
         digest=digest,
         precision=config.precision,
         concurrency=limits.concurrency,

@@ -69,6 +69,8 @@ class Open:
     that the first request meets a warm model."""
     engines: str = ""
     """Folder with engines of the bundle that this device has made."""
+    prepared: str = ""
+    """Folder for what graphs are made into as they are opened; empty where nothing is to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +322,12 @@ def _message(kind: str, body: dict[str, Any]) -> Message:
 
 
 def _heads(described: Sequence[Mapping[str, Any]]) -> tuple[TensorHead, ...]:
-    return tuple(TensorHead(one["name"], one["datatype"], tuple(one["shape"])) for one in described)
+    return tuple([TensorHead(one["name"], one["datatype"], tuple(one["shape"])) for one in described])
 
 
 def heads(tensors: Sequence[Tensor]) -> tuple[TensorHead, ...]:
     """Tensors without their payloads."""
-    return tuple(TensorHead(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors)
+    return tuple([TensorHead(tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in tensors])
 
 
 def join(tensor_heads: Sequence[TensorHead], payloads: Sequence[Payload]) -> list[Tensor]:

@@ -317,7 +317,7 @@ class Worker:
 
 
 def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
-    return sum(memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads)
+    return sum([memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads])
 
 
 def _call(call: Callable[[], T], *, gentle: bool) -> T:
@@ -337,6 +337,7 @@ def _open(order: wire.Open) -> Model:
 def _load_libraries(runtime: str) -> None:
     """Import what opening a model will need, while nobody waits for it."""
     import appliance.model  # noqa: F401, PLC0415 - see `serve`
+    import models.tasks.reading  # noqa: F401, PLC0415
     from appliance.runtime import choose  # noqa: PLC0415
 
     if runtime == "onnxruntime-cpu":  # one of a GPU would open a context, which costs hundreds of MB without a model

@@ -51,17 +51,27 @@ class Runtime(Protocol):
         """Give back what earlier runs have left allocated for later ones; may be called while sessions run."""
 
 
-def choose(name: str, *, engines: Sequence[Path] = (), run_limit_bytes: int = 0) -> Runtime:
+class WorkerRuntime(Runtime, Protocol):
+    """A runtime as workers have it, which open the same graphs time after time."""
+
+    def open_again(self, graph: str, *, threads: int, few_shapes: bool = True) -> Session | None:
+        """Open what the graph of that sha256 was made into before; None where that must be done anew, with `open`."""
+
+
+def choose(
+    name: str, *, engines: Sequence[Path] = (), run_limit_bytes: int = 0, prepared: Path | None = None
+) -> WorkerRuntime:
     """The runtime of that name; only its own libraries are imported.
 
-    `engines` are the folders with the plans of a bundle, for a runtime that runs compiled ones. With a limit, all runs
+    `engines` are the folders with the plans of a bundle, for a runtime that runs compiled ones; in `prepared` one that
+    optimises graphs as it opens them keeps what it made. With a limit, all runs
     of all sessions together may take that much memory beside the weights; runtimes of a GPU have none yet.
     Raises ConfigError for unknown names and missing libraries.
     """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
-        return OnnxRuntime(run_limit_bytes)
+        return OnnxRuntime(run_limit_bytes, prepared)
     if name in {"tensorrt", "tensorrt-rtx"}:
         from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
 

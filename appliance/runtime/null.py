@@ -46,6 +46,9 @@ class NullRuntime:
             msg = f'not a null graph (JSON like {{"delay_s": 0.0}}): {error}'
             raise BundleError(msg) from error
 
+    def open_again(self, graph: str, *, threads: int, few_shapes: bool = True) -> None:
+        """See `WorkerRuntime.open_again`: there is nothing to make."""
+
     def release(self) -> None:
         """Runs leave nothing, except what they leak."""
 

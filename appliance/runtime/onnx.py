@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
+from appliance.runtime.machine import machine
 from models.errors import BadInput, BundleError, InsufficientMemory, ModelError
 from models.spec import Array, ModelSpec, TensorSpec
 
@@ -38,6 +46,62 @@ _DOUBLING = 0
 """Arena extension in powers of two. Measured on the detector: 376 MB at most, against 463 MB with exact requests."""
 
 
+_KEPT = 32
+"""Prepared graphs; those that were not opened for longest go."""
+
+
+class Prepared:
+    """Graphs as onnxruntime has optimised them for this machine, kept because that is half the work of opening one.
+
+    A file is named `<digest of what it was made of and for>.<digest of its content>`: a damaged or half written one is
+    found out, and one of another graph, machine or onnxruntime is not found at all. Graphs go by their sha256.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Keep them in `folder`, which is made when it is missing."""
+        self._folder = folder
+
+    def read(self, graph: str) -> bytes | None:
+        """What `graph` was made into; None where that is not known, or damaged."""
+        for path in self._folder.glob(f"{self._key(graph)}.*"):
+            with contextlib.suppress(OSError):
+                content = path.read_bytes()
+                if path.suffix == f".{_digest(content)}":
+                    os.utime(path)
+                    return content
+        return None
+
+    @contextlib.contextmanager
+    def making(self, graph: str) -> Iterator[Path]:
+        """A path to write to what `graph` is made into; kept when the context ends well. Raises OSError."""
+        key = self._key(graph)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        fresh = self._folder / f".{uuid.uuid4().hex}"
+        try:
+            yield fresh
+            for old in self._folder.glob(f"{key}.*"):
+                old.unlink(missing_ok=True)
+            fresh.replace(self._folder / f"{key}.{_digest(fresh.read_bytes())}")
+        finally:
+            fresh.unlink(missing_ok=True)
+        known = sorted(self._folder.glob("*.*"), key=lambda path: path.stat().st_mtime)
+        for old in known[:-_KEPT]:
+            old.unlink(missing_ok=True)
+
+    def _key(self, graph: str) -> str:
+        return _digest(_here() + graph.encode())
+
+
+@lru_cache
+def _here() -> bytes:
+    """What a prepared graph is good for."""
+    return json.dumps(machine()).encode()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
 class OnnxRuntime:
     """onnxruntime on the CPU.
 
@@ -49,23 +113,24 @@ class OnnxRuntime:
     name = "onnxruntime-cpu"
     opens_at_once = True
 
-    def __init__(self, run_limit_bytes: int = 0) -> None:
-        """Share one arena of `run_limit_bytes` (0: each session has its own, without a limit)."""
+    def __init__(self, run_limit_bytes: int = 0, prepared: Path | None = None) -> None:
+        """Share one arena of `run_limit_bytes` (0: each session has its own, without a limit).
+
+        What graphs are made into is kept in the folder `prepared`, where one is given.
+        """
+        self._prepared = Prepared(prepared) if prepared else None
         self._shared = run_limit_bytes > 0
         if self._shared:
             info = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
             ort.create_and_register_allocator(info, ort.OrtArenaCfg(run_limit_bytes, _DOUBLING, -1, -1))
-            self._smallest = ort.InferenceSession(_IDENTITY, self._options(1), providers=["CPUExecutionProvider"])
+            self._smallest = _session(_IDENTITY, self._options(1))
             self._shrink = ort.RunOptions()
             self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
     def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> OnnxSession:
         """Open a graph; one intra-op thread makes results repeatable to the bit on one machine."""
         try:
-            session = ort.InferenceSession(
-                graph, self._options(threads, few_shapes), providers=["CPUExecutionProvider"]
-            )
-            return OnnxSession(session)
+            return OnnxSession(self._make(graph, threads, few_shapes))
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             msg = f"onnxruntime cannot load this graph: {_first_line(error)}"
             raise BundleError(msg) from error
@@ -74,6 +139,26 @@ class OnnxRuntime:
         """See `Runtime.release`; an arena is only ever shrunk at the end of a run."""
         if self._shared:
             self._smallest.run(None, {"x": np.zeros(1, np.float32)}, self._shrink)
+
+    def open_again(self, graph: str, *, threads: int, few_shapes: bool = True) -> OnnxSession | None:
+        """See `WorkerRuntime.open_again`."""
+        made = self._prepared.read(graph) if self._prepared else None
+        if made is None:
+            return None
+        options = self._options(threads, few_shapes)
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            return OnnxSession(_session(made, options))
+        except Exception:  # it is made again
+            return None
+
+    def _make(self, graph: bytes, threads: int, few_shapes: bool) -> ort.InferenceSession:
+        if self._prepared:
+            options = self._options(threads, few_shapes)
+            with contextlib.suppress(Exception), self._prepared.making(_digest(graph)) as path:  # shows again below
+                options.optimized_model_filepath = str(path)
+                return _session(graph, options)
+        return _session(graph, self._options(threads, few_shapes))
 
     def _options(self, threads: int, few_shapes: bool = True) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -95,6 +180,10 @@ class OnnxRuntime:
         return options
 
 
+def _session(graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+
+
 class OnnxSession:
     """One graph in onnxruntime; thread-safe, because onnxruntime's own `run` is."""
 
@@ -107,20 +196,22 @@ class OnnxSession:
             inputs=tuple(_tensor_spec(node) for node in session.get_inputs()),
             outputs=tuple(_tensor_spec(node) for node in session.get_outputs()),
         )
+        self._inputs = frozenset(tensor.name for tensor in self.spec.inputs)
+        self._outputs = [tensor.name for tensor in self.spec.outputs]
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """See `Session.run`."""
         if self._session is None:
             msg = "the session is closed"
             raise ModelError(msg)
-        missing = sorted({tensor.name for tensor in self.spec.inputs} - set(inputs))
+        missing = self._inputs.difference(inputs)
         if missing:
-            msg = f"the model needs {', '.join(missing)} as well"
+            msg = f"the model needs {', '.join(sorted(missing))} as well"
             raise BadInput(msg)
-        names = list(outputs) if outputs is not None else [tensor.name for tensor in self.spec.outputs]
+        names = self._outputs if outputs is None else list(outputs)
         if not names:
             return {}  # to onnxruntime an empty list means all of them
-        feeds = {name: _texts(name, array) if array.dtype == np.object_ else array for name, array in inputs.items()}
+        feeds = {name: _texts(name, array) if array.dtype.kind == "O" else array for name, array in inputs.items()}
         try:
             values = self._session.run(names, feeds)
         except Exception as error:
@@ -134,7 +225,7 @@ class OnnxSession:
             msg = f"the model failed: {message}"
             raise ModelError(msg) from error
         return {
-            name: _encoded(array) if array.dtype == np.object_ else array
+            name: _encoded(array) if array.dtype.kind == "O" else array
             for name, array in zip(names, values, strict=True)
         }
 

@@ -143,6 +143,9 @@ class TensorRtRuntime:
         self._sessions.add(session)
         return session
 
+    def open_again(self, graph: str, *, threads: int, few_shapes: bool = True) -> None:
+        """See `WorkerRuntime.open_again`: plans are made before, and found by `open`."""
+
     def release(self) -> None:
         """Give back the buffers and captured graphs that runs have left for later ones; weights stay."""
         for session in list(self._sessions):

@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from support import tiny
 from support.daemon import Daemon, Floats, StartDaemon, binary_floats
-from support.processes import eventually, marked
+from support.processes import eventually, loaded, marked
 
 pytestmark = pytest.mark.journey
 
@@ -286,7 +287,8 @@ def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_re
     reload_s = []
     for _ in range(3):
         eventually(lambda: states(daemon)["ppocr-v4"] == "UNAVAILABLE", "it is unloaded", 60)
-        wait_loaded(int(eventually(lambda: memory(daemon)["spare_pid"], "a worker waits", 30)), "onnxruntime")
+        spare = int(eventually(lambda: memory(daemon)["spare_pid"], "there is a worker", 30))
+        eventually(partial(loaded, spare, "onnxruntime"), "it waits", 20)
         began = time.monotonic()
         assert daemon.http.post("/v1/models/ppocr-v4/predict", content=b"no picture").status_code == 400
         reload_s.append(time.monotonic() - began)
@@ -312,21 +314,10 @@ def test_an_idle_model_is_unloaded_and_its_next_request_loads_it_at_least_three_
         if i % 2:  # as when the daemon starts: a process must be started first
             os.kill(spare, signal.SIGKILL)
         else:
-            wait_loaded(spare, "onnxruntime")
+            eventually(partial(loaded, spare, "onnxruntime"), "a worker waits", 20)
         began = time.monotonic()
         assert binary_floats(daemon.infer("linear", x)).shape == (1, 16)
         (cold_s if i % 2 else reload_s).append(time.monotonic() - began)
     print(f"with a new process {cold_s}, with the one that waits {reload_s}")
     assert min(cold_s) >= 3 * min(reload_s)
     daemon.stop()
-
-
-def wait_loaded(pid: int, library: str) -> None:
-    """Wait until a process has mapped a library and come to rest."""
-    process = Path(f"/proc/{pid}")
-
-    def rests() -> bool:
-        asleep = (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
-        return asleep and library in (process / "maps").read_text()
-
-    eventually(rests, f"a worker waits with {library}", 20)

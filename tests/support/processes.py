@@ -87,6 +87,13 @@ def open_files(pid: int) -> list[str]:
     return sorted(found)
 
 
+def loaded(pid: int, library: str) -> bool:
+    """Whether a process has mapped a library and come to rest."""
+    process = Path(f"/proc/{pid}")
+    asleep = (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
+    return asleep and library in (process / "maps").read_text()
+
+
 def resident_bytes(pid: int) -> int:
     """Memory that a process holds now."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])

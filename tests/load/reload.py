@@ -1,0 +1,89 @@
+"""`make reload-bench`: how long a model takes to load, cold and again, in one run, with turns taken.
+
+cold         a new process, on a device that has kept nothing of the model's graphs
+new process  a new process, on a device that has loaded the model before, as after a crash
+reload       what a request waits for whose model was unloaded because nobody used it
+
+A reload is to be three times as fast as either of the others. All three prove the model on its golden vectors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script
+
+from support.daemon import Daemon
+from support.processes import eventually, loaded
+
+from appliance.bench.elasticity import Verdict
+from models.folder import BundleFolder
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+GOAL = 3.0
+UNLOADED_WITHIN_S = 30.0
+SETTINGS = {"APPLIANCE_MEMORY__IDLE_UNLOAD_S": "0.5", "APPLIANCE_MEMORY__SAMPLE_S": "2"}
+"""So seldom that no other spare worker is started between the end of one and the load."""
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether it passed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bundle", type=Path, metavar="DIR", help="default: PP-OCRv4, built for it")
+    parser.add_argument("--precision", default="fp32", help="to serve (default fp32)")
+    parser.add_argument("--rounds", type=int, default=7, help="medians are over so many (default 7)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        bundle = options.bundle or built(Path(name) / "bundle")
+        took_s = measure(Path(name) / "daemon", bundle, options.precision, options.rounds)
+    for kind, times in took_s.items():
+        print(f"{kind:12} {statistics.median(times) * 1e3:7.0f} ms   {' '.join(f'{one * 1e3:.0f}' for one in times)}")
+    again_s = statistics.median(took_s["reload"])
+    verdicts = [
+        Verdict(f"{kind} over reload", statistics.median(took_s[kind]) / again_s, GOAL, "x", at_least=True)
+        for kind in ("cold", "new process")
+    ]
+    print(*verdicts, sep="\n")
+    return 0 if all(one.passed for one in verdicts) else 1
+
+
+def built(folder: Path) -> Path:
+    """The bundle of PP-OCRv4."""
+    build = [Path(sys.executable).parent / "provision", "build", ROOT / "models/zoo/ppocr-v4.toml"]
+    subprocess.run([*build, "--target", "cpu", "--out", folder], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def measure(folder: Path, bundle: Path, precision: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds that each kind of load takes."""
+    model = BundleFolder(bundle).manifest.name
+    took_s: dict[str, list[float]] = {"cold": [], "new process": [], "reload": []}
+    with Daemon(folder, "--bundle", str(bundle), "--precision", precision, env=SETTINGS) as daemon:
+        load = f"/v2/repository/models/{model}/load", daemon.authorized("operate")
+        for _ in range(rounds):
+            for kind, times in took_s.items():
+                spare = int(eventually(lambda: daemon.status()["memory"]["spare_pid"], "it rests", UNLOADED_WITHIN_S))
+                eventually(partial(loaded, spare, "onnxruntime"), "a worker waits", UNLOADED_WITHIN_S)
+                if kind == "cold":
+                    shutil.rmtree(daemon.state_dir / "prepared")
+                if kind != "reload":
+                    os.kill(spare, signal.SIGKILL)
+                    eventually(lambda: daemon.status()["memory"]["spare_pid"] is None, "it is gone")
+                began = time.monotonic()
+                daemon.http.post(load[0], headers=load[1]).raise_for_status()
+                times.append(time.monotonic() - began)
+    return took_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""What onnxruntime makes of a graph is kept, and never believed without a look."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+from appliance.runtime.onnx import OnnxRuntime, Prepared
+
+pytestmark = pytest.mark.unit
+
+X = np.linspace(-2, 2, 16, dtype=np.float32).reshape(4, 4)
+
+
+def graph(scale: float = 1.0) -> bytes:
+    """`y` is a chain of products and sums of `x` [any, 4], of which some can be fused; `scale` makes it another."""
+    chance = np.random.default_rng(3)
+    weights = [numpy_helper.from_array(chance.normal(size=(4, 4)).astype(np.float32), f"w{i}") for i in range(3)]
+    bias = numpy_helper.from_array(np.full(4, scale, np.float32), "bias")
+    nodes = []
+    for i in range(3):
+        nodes.append(helper.make_node("MatMul", ["x" if i == 0 else f"r{i - 1}", f"w{i}"], [f"m{i}"]))
+        nodes.append(helper.make_node("Add", [f"m{i}", "bias"], [f"a{i}"]))
+        nodes.append(helper.make_node("Relu", [f"a{i}"], ["y" if i == 2 else f"r{i}"]))
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, 4]) for name in ("x", "y")]
+    made = helper.make_model(
+        helper.make_graph(nodes, "chain", ends[:1], ends[1:], [*weights, bias]),
+        opset_imports=[helper.make_opsetid("", 17)],
+        ir_version=8,
+    )
+    return bytes(made.SerializeToString())
+
+
+def answer(content: bytes, folder: Path | None = None) -> bytes:
+    """What a fresh runtime makes of `X`: with what was kept of a graph if it can, as the worker does."""
+    runtime = OnnxRuntime(prepared=folder)
+    session = runtime.open_again(name(content), threads=1) or runtime.open(content, threads=1)
+    return bytes(session.run({"x": X})["y"].tobytes())
+
+
+def name(content: bytes) -> str:
+    """By which a graph goes."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def kept(folder: Path) -> Path:
+    """The only file there."""
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_a_graph_opened_again_is_what_was_kept_of_it_and_answers_the_same_to_the_bit(tmp_path: Path) -> None:
+    content, folder = graph(), tmp_path / "prepared"
+    want = answer(content)
+    assert answer(content, folder) == want
+    before = kept(folder).read_bytes()
+    assert answer(content, folder) == want
+    assert kept(folder).read_bytes() == before
+    with Prepared(folder).making(name(content)) as path:
+        path.write_bytes(graph(2.0))
+    assert answer(content, folder) == answer(graph(2.0)) != want
+
+
+@pytest.mark.parametrize("damage", [b"", b"no graph"], ids=["empty", "another"])
+def test_what_was_damaged_is_made_again(tmp_path: Path, damage: bytes) -> None:
+    content, folder = graph(), tmp_path / "prepared"
+    want = answer(content, folder)
+    path, whole = kept(folder), kept(folder).read_bytes()
+    path.write_bytes(damage)
+    assert answer(content, folder) == want
+    assert kept(folder).read_bytes() == whole
+
+
+def test_what_onnxruntime_does_not_take_is_made_again(tmp_path: Path) -> None:
+    content, folder = graph(), tmp_path / "prepared"
+    with Prepared(folder).making(name(content)) as path:
+        path.write_bytes(b"no graph, though kept with care")
+    assert answer(content, folder) == answer(content)
+    assert len(kept(folder).read_bytes()) > 100
+
+
+def test_where_nothing_can_be_kept_a_graph_is_opened_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert answer(graph(), tmp_path / "file" / "prepared") == answer(graph())
+
+
+def test_no_more_than_32_are_kept_and_those_not_opened_for_longest_go(tmp_path: Path) -> None:
+    prepared = Prepared(tmp_path)
+    for number in range(34):
+        with prepared.making(str(number)) as path:
+            path.write_bytes(b"made of %d" % number)
+        for known in tmp_path.iterdir():  # clocks of file systems are too coarse for so many at once
+            if known.stat().st_mtime > 100:
+                os.utime(known, (number, number))
+        assert prepared.read("0") == b"made of 0"
+    assert len(list(tmp_path.iterdir())) == 32
+    assert [prepared.read(str(number)) for number in (1, 2, 3, 33)] == [None, None, b"made of 3", b"made of 33"]
