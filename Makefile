@@ -12,10 +12,10 @@ PYTEST := $(BIN)/python -m pytest
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
 
-test: .venv/.dev .venv/.mosquitto .venv/.chromium
+test: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql
 	$(PYTEST) -m "not long"
 
-test-long: .venv/.dev .venv/.mosquitto .venv/.chromium
+test-long: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql
 	$(PYTEST) -m long
 
 lint: .venv/.dev
@@ -104,4 +104,12 @@ clean:
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing chromium" && \
 	    apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
 	  echo "chromium is missing and this user may not install it: its tests will be skipped"
+	@touch $@
+
+# The upstream's database is tested on PostgreSQL too, on the same terms; its own service is not used.
+.venv/.postgresql: | .venv/.pip
+	@ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || \
+	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing PostgreSQL" && \
+	    apt-get update -qq && apt-get install -y -qq postgresql >/dev/null; } || \
+	  echo "PostgreSQL is missing and this user may not install it: its tests will be skipped"
 	@touch $@

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from appliance import __version__, settings, wire
 from appliance.adapters import host, http
-from appliance.adapters.access import gate_before
+from appliance.adapters.access import Gate, gate_before
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
 from appliance.adapters.live import Live, following
@@ -39,7 +39,7 @@ from appliance.board import Board
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.engines import MEANWHILE, Engines
 from appliance.faults import Faults, Switch
-from appliance.fleet import fleet_of
+from appliance.fleet import broker_of, fleet_of
 from appliance.identity import upkept
 from appliance.lag import watched_loop
 from appliance.machine_memory import MachineMemory, Notebook
@@ -132,11 +132,17 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         )
         live = stack.enter_context(following(service, recorder.fault))
         service.orders |= Orders(service, given, store, now=clock, parts=(updates, fleet)).by_name()
-        app = gate_before(
-            http.build(service, Metrics(service), live, _bodies(config.http), clock),
+        metrics = Metrics(service)
+        gate = gate_before(
+            http.build(service, metrics, live, _bodies(config.http), clock),
             config.http,
             TokenFile(config.state_dir),
         )
+        app: ASGIApp = gate
+        if config.role == "upstream":
+            app = await stack.enter_async_context(
+                _home(gate, config, device_id, metrics, now=clock, ended=lambda: live.ended)
+            )
         server = _server(app, config, tls)
         _stop_by_signal(server, live)
         _watch_over(stack, service, board)
@@ -154,6 +160,25 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         log.info("stopping")
         notify("STOPPING=1")
     return 0
+
+
+def _home(
+    gate: Gate,
+    config: settings.Settings,
+    name: str,
+    metrics: Metrics,
+    *,
+    now: Callable[[], float],
+    ended: Callable[[], bool],
+) -> contextlib.AbstractAsyncContextManager[ASGIApp]:
+    """The fleet's home, with the doors of `gate` behind its own; raises ConfigError where its libraries are missing."""
+    try:
+        from appliance.upstream.home import home  # noqa: PLC0415 - a device has no database of a fleet
+    except ModuleNotFoundError as error:
+        msg = f"role upstream needs {error.name}: install edge-appliance[upstream], or choose --role device"
+        raise ConfigError(msg) from error
+    broker = broker_of(config.mqtt)
+    return home(gate, config, broker=broker, name=name, registry=metrics.registry, now=now, ended=ended)
 
 
 def _exporter(stack: contextlib.AsyncExitStack, endpoint: str, device_id: str) -> Exporter | None:

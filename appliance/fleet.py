@@ -16,6 +16,7 @@ from appliance.adapters.tls import Calling
 from appliance.core.outbox import Rules
 from appliance.faults import Switch
 from appliance.service import Service
+from appliance.settings import Mqtt as MqttSettings
 from appliance.settings import Settings
 from appliance.updates import Updates
 
@@ -77,15 +78,11 @@ def fleet_of(config: Settings, service: Service, updates: Updates, now: Callable
         yield Fleet(mqtt, sync, _second_opinion(config, service, sync, mqtt, now) if sync else None)
 
 
-def _door_to_broker(
-    stack: contextlib.ExitStack, config: Settings, service: Service, now: Callable[[], float]
-) -> Mqtt | None:
-    told = config.mqtt
+def broker_of(told: MqttSettings) -> Broker | None:
+    """The broker of the fleet; None where none is set."""
     if not told.host:
         return None
-    from appliance.adapters.spool import Spool  # noqa: PLC0415 - see the top
-
-    broker = Broker(
+    return Broker(
         host=told.host,
         port=told.port,
         username=told.username,
@@ -96,6 +93,17 @@ def _door_to_broker(
         message_expiry_s=math.ceil(told.spool_age_s),
         tls=Calling(told.ca, told.certificate, told.key).context if told.tls else None,
     )
+
+
+def _door_to_broker(
+    stack: contextlib.ExitStack, config: Settings, service: Service, now: Callable[[], float]
+) -> Mqtt | None:
+    """None for the fleet's home, too, which is no device of it."""
+    told, broker = config.mqtt, broker_of(config.mqtt)
+    if broker is None or config.role == "upstream":
+        return None
+    from appliance.adapters.spool import Spool  # noqa: PLC0415 - see the top
+
     rules = Rules(most_bytes=told.spool_bytes, age_s=told.spool_age_s, replay_per_s=told.replay_per_s)
     spool = stack.enter_context(contextlib.closing(Spool(config.state_dir / _SPOOL, rules)))
     return Mqtt(broker, service, spool, now=now, telemetry_s=told.telemetry_s, results=told.results)

@@ -235,6 +235,27 @@ class Upstream(_Part):
     labels: Mapping[str, str] = Field(default={}, description="what the fleet may choose this device by")
 
 
+class Fleet(_Part):
+    """The server role: `appliance run --role upstream`; it needs the extra `upstream`."""
+
+    database: SecretStr = Field(
+        default=SecretStr(""),
+        description="like postgresql+psycopg://user@host/name, for replicas; empty: SQLite, upstream.db in state_dir",
+    )
+    exchange_s: float = Field(default=30.0, gt=0, le=86400, description="devices are told to report no more often")
+    exchanges_per_s: float = Field(
+        default=200.0, gt=0, le=1e6, description="with more devices than that takes they are told to report less often"
+    )
+    online_s: float = Field(default=180.0, gt=0, le=86400, description="a device that was heard since counts as online")
+    telemetry_days: float = Field(default=30.0, gt=0, le=3660, description="older telemetry is deleted")
+    telemetry_rows: int = Field(default=5_000_000, gt=0, description="most rows of it")
+    sample_days: float = Field(default=90.0, gt=0, le=3660, description="older second opinions are deleted")
+    sample_rows: int = Field(default=200_000, gt=0, description="most of them; pictures go when their device says so")
+    history_days: float = Field(
+        default=730.0, gt=0, le=36600, description="older deployments, alarms and answers to orders are deleted"
+    )
+
+
 class SecondOpinion(_Part):
     """Doubtful pictures that a larger model upstream reads again; off until models are named."""
 
@@ -317,6 +338,9 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9._-]{0,64}$",  # it stands in MQTT topics
         description="name in the fleet; made and kept in state_dir when empty",
     )
+    role: Literal["device", "upstream"] = Field(
+        default="device", description="upstream: the fleet's home, as well as all that a device is"
+    )
     shutdown_grace_s: float = Field(
         default=20.0, gt=0, le=3600, description="running work may take this long at the end"
     )
@@ -333,6 +357,7 @@ class Settings(BaseSettings):
     upstream: Upstream = Upstream()
     second_opinion: SecondOpinion = SecondOpinion()
     opinions: Opinions = Opinions()
+    fleet: Fleet = Fleet()
     engines: Engines = Engines()
     log: Log = Log()
     traces: Traces = Traces()

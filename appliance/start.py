@@ -120,7 +120,7 @@ def _flags(options: argparse.Namespace) -> dict[str, Any]:
         flags["http"] = dict(zip(("host", "port"), options.http, strict=True))
     if options.mqtt:
         flags["mqtt"] = dict(zip(("host", "port"), options.mqtt, strict=True))
-    for name in ("state_dir", "precision"):
+    for name in ("state_dir", "precision", "role"):
         if getattr(options, name) is not None:
             flags[name] = getattr(options, name)
     return flags
@@ -157,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--onnx", metavar="NAME=FILE", type=_named_file, action="append", help="bare ONNX file to serve, unverified")
     add("--http", metavar="HOST:PORT", type=_address, help="address to listen on (default 127.0.0.1:8080)")
     add("--mqtt", metavar="HOST:PORT", type=_address, help="MQTT 5 broker to connect to (default: none)")
+    add("--role", choices=("device", "upstream"), help="upstream: the fleet's home (default in profile a100)")
     add("--precision", choices=("auto", "fp32", "int8"), help="where it passed the gate (default auto)")
     add("--state-dir", metavar="DIR", type=Path, help="where the daemon keeps its state")
     add("--config", metavar="FILE", type=Path, help=f"settings (default {settings.SYSTEM_CONFIG} when it exists)")

@@ -5,6 +5,7 @@
     │   ├── BadInput             a tensor, a picture or a field cannot be used
     │   ├── TooLarge             over a size limit
     │   ├── NotFound             no such model, version, graph or command
+    │   ├── Conflict             what is there already does not allow it
     │   ├── Unauthenticated      whoever asks has not shown who they are
     │   └── Forbidden            whoever asks may not do this
     ├── Unavailable            the request is fine, the appliance cannot serve it now: retry later
@@ -37,6 +38,7 @@ __all__ = [
     "BundleError",
     "CallerError",
     "ConfigError",
+    "Conflict",
     "DeadlineExceeded",
     "Forbidden",
     "GateFailed",
@@ -78,6 +80,10 @@ class TooLarge(CallerError):
 
 class NotFound(CallerError):
     """The named model, version, graph or command does not exist here."""
+
+
+class Conflict(CallerError):
+    """What is there already does not allow it: a name is taken, or something has ended or not."""
 
 
 class Unauthenticated(CallerError):

@@ -13,6 +13,7 @@ import pytest
 from support import tiny
 from support.broker import Mosquitto
 from support.daemon import Daemon, StartDaemon
+from support.postgres import Cluster
 from support.processes import clean_environment
 
 ROOT = Path(__file__).parent.parent
@@ -90,6 +91,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if unmarked:
         msg = f"each test needs one of the markers {', '.join(KINDS)}; missing on {', '.join(unmarked[:5])}"
         raise pytest.UsageError(msg)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A PostgreSQL of this run's own."""
+    started = Cluster()
+    yield started
+    started.close()
 
 
 @pytest.fixture

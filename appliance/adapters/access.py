@@ -85,7 +85,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, rules: Rules, tokens: TokenFile, rates: Rates) -> None:
         """Let through to `app` what `rules`, `tokens` and `rates` allow."""
-        self._app, self._rules, self._file, self._rates = app, rules, tokens, rates
+        self._app, self.rules, self.file, self.rates = app, rules, tokens, rates
         self._tokens: Mapping[str, Token] = {}
         self._read_at = float("-inf")
 
@@ -96,9 +96,9 @@ class Gate:
         headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
         try:
             self._refuse_other_sites(scope["method"], headers)
-            caller = await self._caller(scope, headers)
-            _check(caller, role_needed(scope["method"], scope["path"]))
-            self._rates.enter(caller.name, time.monotonic())
+            caller = await self.caller(scope, headers)
+            _check(caller, self.needed(scope["method"], scope["path"]))
+            self.rates.enter(caller.name, time.monotonic())
         except ApplianceError as error:
             await refusal(error)(scope, receive, send)
             return
@@ -106,27 +106,28 @@ class Gate:
         try:
             await self._app(scope, receive, send)
         finally:
-            self._rates.leave(caller.name)
+            self.rates.leave(caller.name)
 
     def _refuse_other_sites(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for what another site's page, or a page under a name that is not ours, has a browser ask."""
         host = headers.get(b"host", b"").decode("latin-1")
-        if self._rules.hosts and host and _name_of(host) not in self._rules.hosts:
+        if self.rules.hosts and host and _name_of(host) not in self.rules.hosts:
             msg = (
-                f"{host[:100]!r} is no name of this appliance: use {', '.join(sorted(self._rules.hosts))}, "
+                f"{host[:100]!r} is no name of this appliance: use {', '.join(sorted(self.rules.hosts))}, "
                 "or add the name to http.hosts"
             )
             raise Forbidden(msg)
         origin = headers.get(b"origin")
         if origin is not None and method not in READING:
             site = origin.decode("latin-1").partition("://")[2]
-            if site != host and _name_of(site) not in self._rules.sites:
+            if site != host and _name_of(site) not in self.rules.sites:
                 raise Forbidden("a web page of another site asked for this: only this appliance's own page may")
 
-    async def _caller(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+    async def caller(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Caller:
+        """Whoever asks; raises Unauthenticated, Forbidden."""
         authorization = headers.get(b"authorization")
         if authorization is not None:
-            token = _token_in(authorization.decode("latin-1"))
+            token = token_in(authorization.decode("latin-1"))
             found = role_of(token, self._tokens)
             now = time.monotonic()
             # A new token opens at once; one that is known is believed for a while without asking the disk.
@@ -139,18 +140,22 @@ class Gate:
             return Caller(*found)
         name = scope.get("client_certificate")
         if name is not None:
-            role = self._rules.certificates.get(name)
+            role = self.rules.certificates.get(name)
             if role is None:
                 msg = f"the certificate of {name[:100]!r} may do nothing here: add the name to http.client_roles"
                 raise Forbidden(msg)
             return Caller(name, role)
-        if not self._rules.anonymous:
+        if not self.rules.anonymous:
             raise _needs_token("this needs a token", Role.INFER)
         return _anonymous(str((scope.get("client") or ("local",))[0]))
 
+    def needed(self, method: str, path: str) -> Role:
+        """What a caller must be for `method` on `path`."""
+        return role_needed(method, path)
+
     def _read(self) -> Mapping[str, Token]:
         try:
-            return self._file.read()
+            return self.file.read()
         except ConfigError as error:  # nobody is let in by a file that cannot be understood
             log.warning("tokens_unreadable", reason=str(error))
             return {}
@@ -213,7 +218,7 @@ def _needs_token(why: str, role: Role) -> Unauthenticated:
     return Unauthenticated(msg)
 
 
-def _token_in(authorization: str) -> str:
+def token_in(authorization: str) -> str:
     """The token of a header; browsers and stock clients send it as the password of any user."""
     scheme, _space, value = authorization.strip().partition(" ")
     if scheme.lower() == "bearer":

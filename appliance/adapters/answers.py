@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from models.errors import (
     ApplianceError,
     BadInput,
+    Conflict,
     DeadlineExceeded,
     Forbidden,
     InsufficientMemory,
@@ -37,6 +38,7 @@ STATUS: Mapping[type[ApplianceError], int] = {
     Unauthenticated: 401,
     Forbidden: 403,
     NotFound: 404,
+    Conflict: 409,
     TooLarge: 413,
     Overloaded: 429,
     DeadlineExceeded: 504,

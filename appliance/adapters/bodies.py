@@ -16,9 +16,13 @@ from models.errors import BadInput, Overloaded, TooLarge
 class Bodies:
     """Counts the bytes of every body from its first byte to the answer."""
 
-    def __init__(self, *, each_bytes: int, all_bytes: int) -> None:
-        """Take no body over `each_bytes`, and none for which those in hand leave no room within `all_bytes`."""
+    def __init__(self, *, each_bytes: int, all_bytes: int, encodings: frozenset[bytes] = frozenset()) -> None:
+        """Take no body over `each_bytes`, and none for which those in hand leave no room within `all_bytes`.
+
+        Of compressed bodies those in `encodings` are read, as they are.
+        """
         self.each_bytes, self._all_bytes = each_bytes, all_bytes
+        self.encodings = encodings | {b"identity"}
         self._held_bytes = 0
 
     def of(self, request: Request) -> _Body:
@@ -60,7 +64,7 @@ class _Body:
 
     async def __aenter__(self) -> bytes:
         known: Mapping[bytes, bytes] = self._request.scope["known"]
-        if known.get(b"content-encoding", b"identity") != b"identity":
+        if known.get(b"content-encoding", b"identity") not in self._bodies.encodings:
             raise HTTPException(415, "compressed bodies are not accepted: send the body as it is")
         limit_bytes = self._bodies.each_bytes
         announced = known.get(b"content-length", b"")

@@ -30,7 +30,7 @@ _WATCHERS = 32
 
 _WEB = Path(__file__).parent.parent / "web"
 _PAGE = {"/": "index.html", "/page.css": "page.css", "/parts.js": "parts.js", "/page.js": "page.js"}
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "cache-control": "no-cache",  # the files of another version of the appliance would be shown for months
     "content-security-policy": "default-src 'self'; img-src 'self' data: blob:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
@@ -76,6 +76,11 @@ class Live:
         """Let go whoever watches: a server that stops waits for all its answers to end."""
         self._ended = True
         self._tell()
+
+    @property
+    def ended(self) -> bool:
+        """Whether those who watch are let go."""
+        return self._ended
 
     def watch(self) -> AsyncIterator[bytes]:
         """Events for one who watches, until they or the daemon leave: `history`, then `status` and each new `point`.
@@ -139,7 +144,7 @@ def add_page(app: FastAPI, live: Live) -> None:
     """The status page, and what it lives on."""
 
     async def page(request: Request) -> Response:
-        return FileResponse(_WEB / _PAGE[request.scope["path"]], headers=_PAGE_HEADERS)
+        return FileResponse(_WEB / _PAGE[request.scope["path"]], headers=PAGE_HEADERS)
 
     async def events() -> Response:
         return StreamingResponse(live.watch(), media_type="text/event-stream", headers={"cache-control": "no-store"})

@@ -62,18 +62,18 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         """Show `service`; every served model shows zeros before its first request."""
         self._tallies = {(info.name, info.version): _Tally() for info in service.models()}
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
-        self._registry.register(_StateCollector(service))
-        self._registry.register(_RequestCollector(self._tallies))
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        self.registry.register(_StateCollector(service))
+        self.registry.register(_RequestCollector(self._tallies))
         service.observers.append(self._observe)
 
     def text(self) -> bytes:
         """The text of a scrape."""
         # The library writes the type of every counter under a name that ends in `_total`, as Triton's do not.
-        return re.sub(rb"(?m)^(# (?:HELP|TYPE) nv_\w+)_total ", rb"\1 ", generate_latest(self._registry))
+        return re.sub(rb"(?m)^(# (?:HELP|TYPE) nv_\w+)_total ", rb"\1 ", generate_latest(self.registry))
 
     def statistics(self, model: str, version: str) -> dict[str, Any]:
         """Counts and nanoseconds of a model, in the form of Triton's statistics extension.

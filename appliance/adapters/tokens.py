@@ -109,7 +109,7 @@ class TokenFile:
             if len(tokens) >= MOST_TOKENS:
                 msg = f"there are {MOST_TOKENS} tokens already: revoke some first"
                 raise BadInput(msg)
-            tokens[name] = Token(role.label, _digest(secret), int(time.time()))
+            tokens[name] = Token(role.label, digest(secret), int(time.time()))
         return f"{name}.{secret}"
 
     def revoke(self, name: str) -> None:
@@ -148,11 +148,12 @@ def role_of(token: str, tokens: Mapping[str, Token]) -> tuple[str, Role] | None:
     """Name and role of a token as it was sent; None when it opens nothing. Takes as long for any wrong secret."""
     name, _dot, secret = token.partition(".")
     known = tokens.get(name)
-    if known is None or not hmac.compare_digest(_digest(secret), known.sha256):
+    if known is None or not hmac.compare_digest(digest(secret), known.sha256):
         return None
     return name, Role.of(known.role)
 
 
-def _digest(secret: str) -> str:
+def digest(secret: str) -> str:
+    """What is kept of a secret."""
     # Plain SHA-256: 256 random bits need no slow hash, and each request pays for this one.
     return hashlib.sha256(secret.encode(errors="replace")).hexdigest()

@@ -40,6 +40,8 @@ def test_the_wheel_holds_exactly_our_four_packages_and_what_they_need_at_run_tim
         "appliance/web/fleet.html",
         "appliance/web/fleet.js",
         "appliance/systemd/appliance.service",
+        "appliance/upstream/migrations/env.py",
+        "appliance/upstream/migrations/versions/r0001_fleet.py",
     ):
         assert needed in names
 

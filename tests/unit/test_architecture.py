@@ -71,6 +71,20 @@ def test_the_sync_with_upstream_needs_no_library_of_the_clients_or_of_the_server
     assert not loaded & {"httpx", "typer", "tuf", "cv2", "sqlalchemy", "alembic", "appliance.upstream"}
 
 
+def test_a_device_starts_without_the_libraries_of_the_upstream_and_whoever_asks_for_that_role_is_told() -> None:
+    loaded = loaded_after("import appliance.daemon")
+    assert not loaded & {"sqlalchemy", "alembic", "psycopg", "appliance.upstream"}
+    program = (
+        "import sys; sys.modules['sqlalchemy'] = None\n"
+        "from appliance.daemon import _home\n"
+        "from models.errors import ConfigError\n"
+        "try: _home(*[None] * 4, now=None, ended=None)\n"
+        "except ConfigError as error: assert 'install edge-appliance[upstream]' in str(error), error\n"
+        "else: raise SystemExit(1)"
+    )
+    loaded_after(program)
+
+
 def test_the_clients_start_without_the_daemon() -> None:
     loaded = loaded_after("import appliance.client_cli")
     assert not loaded & {"fastapi", "uvicorn", "pydantic_settings", "onnxruntime", "paho", "appliance.daemon"}

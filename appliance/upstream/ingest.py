@@ -1,0 +1,362 @@
+"""What devices tell, taken in exactly once, and what they are told in return. By `/v1/sync`, and from MQTT.
+
+A transaction a batch: all of it counts or nothing does, and only what counts is acknowledged. The numbers that were
+taken are remembered as ranges for each life of a device, so an item that comes again is known for one also when its
+row is long deleted. The row of that life is locked meanwhile, so the same batch at two replicas is taken once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row, delete, select, update
+
+from appliance.core import campaign as rules
+from appliance.upstream import tables as t
+from appliance.upstream.database import Database
+from models import schema, sync
+from models.errors import BadInput, Forbidden
+from models.schema import SchemaError
+from models.sync import Answer, Batch, Desired, Item, Opinion, Ordered, Sample
+
+MQTT = "mqtt"
+"""In the place of an incarnation, for what came by MQTT; numbers are digests there, as a report has none."""
+_MOST_COMMANDS, _MOST_OPINIONS = 32, 64
+"""In one answer."""
+_MOST_RANGES = 10_000
+"""Of one life. Beyond, the oldest gap counts as taken: what was in it has been given up by the device."""
+_LONGEST_LABEL = 128
+
+
+class Ingest:
+    """Takes in what devices report."""
+
+    def __init__(self, database: Database, now: Callable[[], float], pace: Callable[[], float]) -> None:
+        """Write to `database`; `pace` says how many seconds a device is to wait before its next batch."""
+        self._database, self._now, self._pace = database, now, pace
+
+    # By /v1/sync
+
+    def exchange(self, device_id: str, batch: Batch, most_bytes: int) -> Answer:
+        """Take in a batch of the device that has shown to be `device_id`; what it is told, after the commit.
+
+        Raises Forbidden for another's batch and for a device that was retired, and Unavailable.
+        """
+        if batch.device_id != device_id:
+            msg = f"the batch is that of {batch.device_id[:100]!r} and who sends it is {device_id!r}: set device_id"
+            raise Forbidden(msg)
+        with self._database.writing() as tx:
+            now = self._now()
+            device, stream = self._life(tx, batch, now)
+            restored = batch.exchange > stream.exchange
+            late = batch.exchange < stream.exchange - 1 or batch.incarnation != device.incarnation
+            if restored:
+                _note(tx, now, "restored", device_id, {"exchange": batch.exchange, "known": stream.exchange})
+            seen = update(t.devices).where(t.devices.c.device_id == device_id)
+            tx.execute(seen.values(last_seen=max(now, device.last_seen)))
+            if batch.state is not None and not late:
+                self._state(tx, device_id, batch.state)
+            fresh = self._items(tx, batch, stream.received, now)
+            self._acknowledged(tx, device_id, batch.acks, now)
+            self._judge(tx, device_id, [item for item in fresh if item.kind == "deployment"], now)
+            again = batch.batch_id == stream.batch_id
+            exchange = max(stream.exchange, batch.exchange) + (not again)
+            tx.execute(
+                update(t.streams)
+                .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == batch.incarnation)
+                .values(
+                    exchange=exchange,
+                    batch_id=batch.batch_id,
+                    received=_merged(stream.received, [item.number for item in fresh]),
+                )
+            )
+            lacks_state = (restored or late or device.state is None) and (batch.state is None or late)
+            desired = desired_of(tx, device_id)
+            return Answer(
+                received=sync.ranges(item.number for item in batch.items),
+                wait_s=self._pace(),
+                most_bytes=most_bytes,
+                # A copy of long ago knows less than the device does: first it is heard.
+                desired=None if desired.etag == batch.etag or restored else desired,
+                commands=_open_orders(tx, device_id, now),
+                opinions=_open_opinions(tx, device_id),
+                exchange=exchange,
+                send_state=lacks_state,
+            )
+
+    def _life(self, tx: Connection, batch: Batch, now: float) -> tuple[Row[Any], Row[Any]]:
+        """The rows of a device and of its present life, which is locked; both are made where they are not there."""
+        device_id, incarnation = batch.device_id, batch.incarnation
+        known = self._register(tx, device_id, now)
+        life = {"device_id": device_id, "incarnation": incarnation, "first_seen": now, "received": []}
+        if self._database.add(tx, t.streams, life):
+            tx.execute(
+                update(t.devices).where(t.devices.c.device_id == device_id).values(incarnation=incarnation, state=None)
+            )
+            tx.execute(update(t.members).where(t.members.c.device_id == device_id).values(number=0))
+            if known and known.incarnation:
+                _note(tx, now, "flashed anew", device_id, {"before": known.incarnation, "now": incarnation})
+        stream = tx.execute(
+            select(t.streams)
+            .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == incarnation)
+            .with_for_update()
+        ).one()
+        return tx.execute(select(t.devices).where(t.devices.c.device_id == device_id)).one(), stream
+
+    def _register(self, tx: Connection, device_id: str, now: float) -> Row[Any] | None:
+        """The row of a device before this; None for one that is new. Raises Forbidden for one that was retired."""
+        known = tx.execute(select(t.devices).where(t.devices.c.device_id == device_id)).one_or_none()
+        if known is None:
+            row = {"device_id": device_id, "registered_at": now, "last_seen": now}
+            if self._database.add(tx, t.devices, row):
+                _note(tx, now, "registered", device_id, {})
+        elif known.retired_at is not None:
+            msg = f"the device {device_id!r} was retired: an operator may take that back"
+            raise Forbidden(msg)
+        return known
+
+    def _items(self, tx: Connection, batch: Batch, taken: sync.Ranges, now: float) -> list[Item]:
+        """Keep what is new; which items that is, in the order of their numbers."""
+        fresh = {item.number: item for item in batch.items if not sync.within(taken, item.number)}
+        found = [fresh[number] for number in sorted(fresh)]
+        self._keep(tx, batch.device_id, batch.incarnation, found, now)
+        return found
+
+    def _keep(self, tx: Connection, device_id: str, incarnation: str, items: Sequence[Item], now: float) -> None:
+        for item in items:
+            if item.kind == "sample":
+                self._sample(tx, device_id, item.payload, now)
+            elif item.kind == "command_result":
+                _result(tx, device_id, item.payload, now)
+        rows = [
+            {
+                "device_id": device_id,
+                "incarnation": incarnation,
+                "number": item.number,
+                "kind": item.kind,
+                "at": item.at,
+                "received_at": now,
+                "payload": dict(item.payload),
+            }
+            for item in items
+            if item.kind != "sample"
+        ]
+        if rows:
+            tx.execute(self._database.insert(t.items).on_conflict_do_nothing(), rows)
+
+    def _sample(self, tx: Connection, device_id: str, payload: Mapping[str, Any], now: float) -> None:
+        try:
+            sample = schema.load(Sample, payload)
+        except SchemaError as error:
+            msg = f"a sample cannot be used: {error}"
+            raise BadInput(msg) from error
+        row = {
+            "sample_id": sample.sample_id,
+            "device_id": device_id,
+            "model": sample.model,
+            "version": sample.version,
+            "received_at": now,
+            "keep_until": now + sample.keep_s,
+            "sample": dict(payload),
+        }
+        self._database.add(tx, t.samples, row)
+
+    def _state(self, tx: Connection, device_id: str, state: Mapping[str, Any], *, session: int = 0) -> None:
+        models = [one for one in state.get("models") or () if isinstance(one, dict)]
+        degraded = next((str(one["degraded"]) for one in models if one.get("degraded")), "")
+        tx.execute(
+            update(t.devices)
+            .where(t.devices.c.device_id == device_id)
+            .values(
+                state=dict(state),
+                versions={str(one.get("name")): {key: one.get(key) for key in ("version", "digest")} for one in models},
+                health="ready" if state.get("ready") else "not ready",
+                degraded=degraded,
+                profile=str(state.get("profile") or "")[:64],
+                session=session,
+            )
+        )
+        reported = state.get("labels")
+        if isinstance(reported, dict):
+            self._reported_labels(tx, device_id, reported)
+
+    def _reported_labels(self, tx: Connection, device_id: str, reported: Mapping[str, Any]) -> None:
+        """Keep the labels that a device gives itself; those that were set here win."""
+        tx.execute(delete(t.labels).where(t.labels.c.device_id == device_id, ~t.labels.c.own))
+        rows = [
+            {"device_id": device_id, "key": key[:_LONGEST_LABEL], "value": str(value)[:_LONGEST_LABEL], "own": False}
+            for key, value in reported.items()
+        ]
+        if rows:
+            tx.execute(self._database.insert(t.labels).on_conflict_do_nothing(), rows)
+
+    @staticmethod
+    def _acknowledged(tx: Connection, device_id: str, acks: sync.Acks, now: float) -> None:
+        for table, key, ids in (
+            (t.deliveries, t.deliveries.c.order_id, acks.commands),
+            (t.samples, t.samples.c.sample_id, acks.opinions),
+        ):
+            if ids:
+                acknowledged = update(table).where(table.c.device_id == device_id, key.in_(ids))
+                tx.execute(acknowledged.where(table.c.acknowledged_at.is_(None)).values(acknowledged_at=now))
+
+    @staticmethod
+    def _judge(tx: Connection, device_id: str, reports: Sequence[Item], now: float) -> None:
+        """Note what became of the versions that campaigns have asked a device for."""
+        asked = tx.execute(
+            select(t.members, t.campaigns.c.model, t.campaigns.c.version)
+            .join(t.campaigns, t.campaigns.c.id == t.members.c.campaign)
+            .where(
+                t.members.c.device_id == device_id,
+                t.members.c.asked_at.is_not(None),
+                t.campaigns.c.state.in_((rules.RUNNING, rules.PAUSED)),
+            )
+        ).all()
+        if not asked:
+            return
+        state = tx.execute(select(t.devices.c.state).where(t.devices.c.device_id == device_id)).scalar_one()
+        for member in asked:
+            found = _outcome(member, reports, state or {})
+            if found:
+                ours = (t.members.c.campaign == member.campaign, t.members.c.device_id == device_id)
+                tx.execute(update(t.members).where(*ours).values(outcome_at=now, **found))
+
+    # By MQTT
+
+    def told(self, reports: Iterable[tuple[str, str, bytes, int]]) -> None:
+        """Take in messages in their order: device, what follows it in the topic, payload, session; raises Unavailable.
+
+        Of a device that brings its reports by /v1/sync only state and availability are taken, so nothing counts twice.
+        """
+        with self._database.writing() as tx:
+            for device_id, topic, payload, session in reports:
+                self._told(tx, device_id, topic, payload, session)
+
+    def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
+        now = self._now()
+        try:
+            device = self._register(tx, device_id, now)
+        except Forbidden:
+            return
+        ours = t.devices.c.device_id == device_id
+        if topic == "availability":
+            word = "online" if payload == b"online" else "offline"
+            if word == "online" or device is None or session >= device.session:  # else a will that came late
+                tx.execute(update(t.devices).where(ours).values(availability=word))
+            return
+        try:
+            document = orjson.loads(payload)
+        except ValueError:
+            return
+        if not isinstance(document, dict):
+            return
+        tx.execute(update(t.devices).where(ours).values(last_seen=now))
+        if topic == "state":
+            if device is None or session >= device.session:
+                self._state(tx, device_id, document, session=session)
+                self._judge(tx, device_id, [], now)
+            return
+        kind = {"telemetry": "telemetry", "deployments": "deployment", "cmd/result": "command_result"}.get(topic)
+        if kind is None or (device and device.incarnation):
+            return
+        digest = hashlib.sha256(f"{topic}\0".encode() + payload).digest()
+        at = document.get("at", document.get("started_at"))
+        item = Item(int.from_bytes(digest[:8], "big") >> 1, kind, float(at or now), document)
+        self._keep(tx, device_id, MQTT, [item], now)
+
+
+def desired_of(tx: Connection, device_id: str) -> Desired:
+    """What a device should be like."""
+    pins = tx.execute(select(t.pins.c.model, t.pins.c.version).where(t.pins.c.device_id == device_id)).all()
+    own = (t.labels.c.device_id == device_id, t.labels.c.own)
+    labels = tx.execute(select(t.labels.c.key, t.labels.c.value).where(*own)).all()
+    names = tx.execute(select(t.groups.c.name).where(t.groups.c.device_id == device_id)).scalars().all()
+    paused = tx.execute(select(t.devices.c.paused).where(t.devices.c.device_id == device_id)).scalar_one_or_none()
+    wanted = Desired(
+        "",
+        {row.model: row.version for row in pins},
+        paused=bool(paused),
+        labels={row.key: row.value for row in labels},
+        groups=tuple(sorted(names)),
+    )
+    content = orjson.dumps(schema.dump(wanted), option=orjson.OPT_SORT_KEYS)
+    return Desired(hashlib.sha256(content).hexdigest()[:16], wanted.pins, wanted.paused, wanted.labels, wanted.groups)
+
+
+def _note(tx: Connection, now: float, action: str, device_id: str, detail: Mapping[str, Any]) -> None:
+    row = {"at": now, "by": device_id, "action": action, "device_id": device_id, "detail": dict(detail)}
+    tx.execute(t.audit.insert().values(row))
+
+
+def _result(tx: Connection, device_id: str, payload: Mapping[str, Any], now: float) -> None:
+    """Keep the answer to an order that went through here; the first counts, as one order has one answer."""
+    tx.execute(
+        update(t.deliveries)
+        .where(
+            t.deliveries.c.device_id == device_id,
+            t.deliveries.c.order_id == str(payload.get("id", "")),
+            t.deliveries.c.result.is_(None),
+        )
+        .values(result=dict(payload), result_at=now)
+    )
+
+
+def _outcome(member: Row[Any], reports: Sequence[Item], state: Mapping[str, Any]) -> dict[str, Any]:
+    """What has changed for a member of a campaign: by the latest report, else by the state; empty for nothing."""
+    found: dict[str, Any] = {}
+    for item in reports:
+        said = item.payload
+        if (said.get("name"), said.get("version")) == (member.model, member.version) and item.number > member.number:
+            word = rules.outcome(said)
+            if word:
+                reason = str(said.get("reason") or "")
+                found = {"outcome": word, "number": item.number, "reason": reason}
+                found["latency_ratio"] = rules.latency_ratio(said)
+    if not found and not member.outcome and rules.settled(state).get(member.model) == member.version:
+        found = {"outcome": rules.COMMITTED}
+    return found
+
+
+def _open_orders(tx: Connection, device_id: str, now: float) -> tuple[Ordered, ...]:
+    rows = tx.execute(
+        select(t.deliveries.c.order_id, t.deliveries.c.envelope)
+        .where(
+            t.deliveries.c.device_id == device_id,
+            t.deliveries.c.acknowledged_at.is_(None),
+            t.deliveries.c.result.is_(None),
+            t.deliveries.c.expires_at > now,
+        )
+        .order_by(t.deliveries.c.command)
+        .limit(_MOST_COMMANDS)
+    )
+    return tuple(Ordered(row.order_id, row.envelope) for row in rows)
+
+
+def _open_opinions(tx: Connection, device_id: str) -> tuple[Opinion, ...]:
+    rows = tx.execute(
+        select(t.samples.c.opinion)
+        .where(
+            t.samples.c.device_id == device_id,
+            t.samples.c.acknowledged_at.is_(None),
+            t.samples.c.answered_at.is_not(None),
+        )
+        .limit(_MOST_OPINIONS)
+    ).scalars()
+    return tuple(schema.load(Opinion, opinion) for opinion in rows)
+
+
+def _merged(spans: Sequence[Sequence[int]], numbers: Iterable[int]) -> list[list[int]]:
+    """Ranges that hold what is in `spans` and `numbers`."""
+    merged: list[list[int]] = []
+    for first, last in sorted([*((first, last) for first, last in spans), *((number, number) for number in numbers)]):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1][1] = max(merged[-1][1], last)
+        else:
+            merged.append([first, last])
+    surplus = len(merged) - _MOST_RANGES
+    if surplus > 0:
+        merged[: surplus + 1] = [[merged[0][0], merged[surplus][1]]]
+    return merged
