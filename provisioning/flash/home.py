@@ -59,7 +59,7 @@ class Exam:
         try:
             golden = _golden(self._graph, str(report.answer.get("parameters", {}).get("precision", "")))
             golden.check(_heard(report.answer), self._bundle.read_arrays(golden.outputs))
-        except (BundleError, ValueError, KeyError, TypeError, AttributeError):
+        except (BundleError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
             return FAILURES["wrong_answer"]
         return None
 
@@ -95,9 +95,8 @@ def verdict(report: Report, expected: Expected) -> Failure | None:
     """What is wrong with a board that called home; None when it is as it was meant to be."""
     if report.l4t != expected.release:
         return FAILURES["wrong_release"]
-    bootable = report.slots.get("bootable")
-    both = isinstance(bootable, Mapping) and bool(bootable) and all(bootable.values())
-    if expected.armed and not (report.slots.get("armed") and both):
+    armed = report.slots.get("armed") is True and report.slots.get("bootable") == {"A": True, "B": True}
+    if expected.armed and not armed:
         return FAILURES["not_armed"]
     return expected.exam.check(report)
 

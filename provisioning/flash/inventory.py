@@ -57,8 +57,8 @@ def read(file: Path, public: SSlibKey) -> list[dict[str, Any]]:
         try:
             envelope = Envelope.from_dict(json.loads(line))
             envelope.verify([public], 1)
-            record = json.loads(envelope.payload)
-        except (VerificationError, ValueError, KeyError, TypeError) as error:
+            record = dict(json.loads(envelope.payload))
+        except (VerificationError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             msg = f"{file}:{number} is not signed by this key: do not believe this inventory from there on"
             raise WorkshopError(msg) from error
         if envelope.payload_type != PAYLOAD_TYPE or record.get("previous") != (_digest(before) if before else ""):

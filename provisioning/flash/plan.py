@@ -141,7 +141,7 @@ def make(wish: Wish, bsp: Bsp) -> Plan:
     """
     for name, given, form in (("user", wish.user, _USER), ("host name", wish.host_name, _HOST_NAME)):
         if not form.fullmatch(given):
-            msg = f"{given!r} is no {name} that a Linux system can have: give letters and digits, as {name[0]}1"
+            msg = f"{given!r} is no {name} that a Linux system can have: give letters, digits and dashes"
             raise ConfigError(msg)
     if wish.network and not _NETWORK.fullmatch(wish.network):
         msg = f"{wish.network!r} is no network of the flasher: give usb0, or eth0:<target-ip>/<subnet>:<host-ip>"

@@ -92,19 +92,23 @@ def digest(plan: Plan) -> str:
 
 def read_plan(file: Path) -> Plan:
     """A plan that `provision flash plan --out` wrote; raises ConfigError when it cannot be read."""
-    return _read(file, Plan, "plan")
+    return _read(file, Plan, "plan", "`provision flash plan --out`")
 
 
 def read_state(folder: Path) -> RunState:
     """What became of a run; raises ConfigError where there is none."""
-    return _read(folder / "run.json", RunState, "run")
+    return _read(folder / "run.json", RunState, "run", "`provision flash run --run`")
 
 
-def _read(file: Path, kind: type[T], what: str) -> T:
+def _read_ticket(file: Path) -> Ticket:
+    return _read(file, Ticket, "ticket", "`provision flash run --run`")
+
+
+def _read(file: Path, kind: type[T], what: str, writer: str) -> T:
     try:
         return schema.load(kind, json.loads(file.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        msg = f"{file} holds no {what} ({error}): give what `provision flash {what}` wrote"
+        msg = f"{file} holds no {what} ({error}): give what {writer} wrote"
         raise ConfigError(msg) from error
 
 
@@ -122,7 +126,7 @@ def hand_over(workshop: Path, package: Path, folder: Path) -> Plan:
         raise ConfigError(msg)
     wish = replace(made.wish, images_only=False, package=True, pkc="", sbk="", uefi_keys="")
     plan = make(wish, read_package(package, made.release))
-    secret = schema.dump(_read(ticket, Ticket, "run"))
+    secret = schema.dump(_read_ticket(ticket))
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     write_file(folder / "ticket.json", json.dumps(secret).encode(), mode=0o600)
     write_file(folder / "plan.json", json.dumps(schema.dump(plan), indent=1).encode())
@@ -165,7 +169,7 @@ class Run:
     def _ticket(self, urls: tuple[str, ...]) -> Ticket:
         file = self._folder / "ticket.json"
         if file.exists():
-            ticket = _read(file, Ticket, "run")
+            ticket = _read_ticket(file)
             if schema.dump(ticket.question) != schema.dump(self._exam.question):
                 msg = f"{self._folder} holds a run that asks for another bundle: give that with --bundle"
                 raise ConfigError(msg)
@@ -266,13 +270,15 @@ class Run:
         late = sorted(logs.keys() - set(ports))  # they came after we looked, and before the tool did
         for port in late:
             self._begin(port)
-        alone = len(ports) + len(late) == 1
+        alone, outcomes = len(ports) + len(late) == 1, dict[str, Failure | None]()
         for port in (*ports, *late):
-            own = _text(logs.get(port))
-            failure = self._judge(own, ended, alone=alone)
+            outcomes[port] = self._judge(_text(logs.get(port)), ended, alone=alone)
+            failure = outcomes[port]
             if failure and failure.name in {"unknown", "not_started"} and port not in there:
-                failure = FAILURES["unplugged"]
-            self._end(port, failure, self._keep_log(port, own or ended.said))
+                outcomes[port] = FAILURES["unplugged"]
+        # Those that were written first: a record of another that cannot be kept must not take that from them.
+        for port, failure in sorted(outcomes.items(), key=lambda item: item[1] is not None):
+            self._end(port, failure, self._keep_log(port, _text(logs.get(port)) or ended.said))
             tell(f"{port}: {self._said(failure) if failure else 'written'}")
 
     def _looking(self, old: set[Path], tell: Tell) -> Callable[[], None]:

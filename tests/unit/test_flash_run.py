@@ -61,8 +61,8 @@ class Workshop(Bench):
         """Plan it."""
         super().__init__(folder)
         wish = Wish("jetson-orin-nano-devkit", "orin-nano-devkit", ab=False, data_gib=0, one_step=boards == 1)
-        self._plan = plans.make(replace(wish, boards=boards), read_bsp(self.bsp))
-        self._exam = Exam(BundleFolder(self.bundle))
+        self.plan = plans.make(replace(wish, boards=boards), read_bsp(self.bsp))
+        self.exam = Exam(BundleFolder(self.bundle))
         self.kept: list[dict[str, Any]] = []
         """Records for the inventory."""
         self.port = free_port()
@@ -70,7 +70,7 @@ class Workshop(Bench):
 
     def run(self, *urls: str) -> Run:
         """Begin the run, or go on with it."""
-        return Run(self.folder / "run", self._plan, urls=urls, exam=self._exam, keep=self.kept.append)
+        return Run(self.folder / "run", self.plan, urls=urls, exam=self.exam, keep=self.kept.append)
 
     def write(self, *, ready: int | None = None) -> Run:
         """Write to the boards that are there, or the first few of them."""
@@ -172,6 +172,17 @@ def test_boards_that_were_written_are_so_also_when_the_disk_is_too_full_for_thei
         (logs / f"{port}.log").mkdir(parents=True)  # nothing can be written there
     pair.write()
     assert pair.outcomes() == {"1-1": "written", "1-2": "written"}
+
+
+def test_a_record_that_cannot_be_kept_takes_nothing_from_the_boards_that_were_written(pair: Workshop) -> None:
+    def lost(_record: dict[str, Any]) -> None:
+        full("")
+
+    pair.plug("1-1", outcome="no_boot")
+    run = Run(pair.folder / "run", pair.plan, urls=(URL,), exam=pair.exam, keep=lost)
+    with pytest.raises(OSError, match="No space left"):
+        run.write(pair.sysroot, lambda _: None, lambda: attached(pair.sysroot))
+    assert pair.outcomes()["1-2"] == "written"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,9 @@ def good(bench: Bench) -> Report:
         ({"bundles": ({"digest": "another"},)}, "wrong_answer"),
         ({"bundles": ({"digest": ["no", "text"]},)}, "wrong_answer"),
         ({"slots": {"armed": True, "bootable": ["A", "B"]}}, "not_armed"),
+        ({"slots": {"armed": True, "bootable": {"A": True}}}, "not_armed"),
+        ({"slots": {**ARMED, "armed": "no"}}, "not_armed"),
+        ({"answer": {"outputs": [{**RIGHT["outputs"][0], "data": [10**400] * 1024}]}}, "wrong_answer"),
         ({"answer": {"outputs": [{**RIGHT["outputs"][0], "data": [float("nan")] * 1024}]}}, "wrong_answer"),
     ],
 )
@@ -257,6 +260,9 @@ def test_an_inventory_that_was_touched_is_not_believed(signed: tuple[Path, Keys]
         ([lines[0], lines[2]], ":2 is not in its place"),
         ([lines[1], lines[0], lines[2]], ":1 is not in its place"),
         ([lines[0], lines[1].replace("payload", "payl0ad"), lines[2]], ":2 is not signed"),
+        ([lines[0], "[]"], ":2 is not signed"),
+        ([lines[0], '{"payload": 1, "payloadType": [], "signatures": {}}'], ":2 is not signed"),
+        ([lines[0], "[" * 100_000], ":2 is not signed"),
     ):
         file.write_text("\n".join(changed) + "\n")
         with pytest.raises(WorkshopError, match=said):
