@@ -139,7 +139,9 @@ def _of_host(wish: Wish, bsp: Bsp, host: Host) -> Iterator[Problem]:
     if missing:
         yield Problem(f"the host lacks {', '.join(missing)}: sudo apt-get install {' '.join(missing)}")
     if not host.ipv6 and wish.network == "usb0":
-        yield Problem("IPv6 is off, and boards are written to over it: sudo sysctl net.ipv6.conf.all.disable_ipv6=0")
+        yield Problem(
+            "IPv6 is off, and boards are written to over it: sudo sysctl net.ipv6.conf.{all,default}.disable_ipv6=0"
+        )
     yield from (Problem(fault) for fault in host.keys)
     need_bytes = bsp.rootfs_bytes * _IMAGE_COPIES + _GIB
     if host.free_bytes < need_bytes:
@@ -151,6 +153,7 @@ def _of_host(wish: Wish, bsp: Bsp, host: Host) -> Iterator[Problem]:
         (host.udisks, "udisks mounts disks by itself: sudo systemctl stop udisks2 while flashing"),
         (host.tlp, "TLP puts USB to sleep: sudo tlp usb off, or stop it while flashing"),
         (host.vpn, "a VPN is up, which often takes the board's network away: disconnect while flashing"),
+        (host.firewall, "the firewall (ufw) is on, which keeps boards from the images: sudo ufw allow nfs"),
         (host.wsl, "this is WSL, where each USB device must be attached again: usbipd attach --auto-attach"),
         (host.virtual, "this is a virtual machine, through which USB is unreliable: a real PC spares trouble"),
     ):

@@ -135,6 +135,7 @@ class Host:
     tlp: bool
     """Something here puts USB to sleep."""
     vpn: bool
+    firewall: bool
     wsl: bool
     virtual: bool
     free_bytes: int
@@ -149,18 +150,21 @@ def read_host(bsp: Path, sysroot: Path = Path("/"), keys: Mapping[str, str] = Ma
     With another one than / no right is asked for: nothing of the real system is touched then.
     """
     proc = sysroot / "proc"
+    conf = proc / "sys/net/ipv6/conf"
     running = {_text(process / "comm").strip() for process in proc.glob("[0-9]*")}
     routes = _text(proc / "net/route")
     return Host(
         machine=platform.machine(),
         root=os.geteuid() == 0 or sysroot != Path("/"),
         tools=frozenset(tool for tool in TOOLS if shutil.which(tool)),
-        ipv6=_text(proc / "sys/net/ipv6/conf/all/disable_ipv6").strip() == "0",
+        # The board's network appears while the flasher runs, with what is the default then.
+        ipv6=[_text(conf / name / "disable_ipv6").strip() for name in ("all", "default")] in (["0", "0"], ["0", ""]),
         nfs="nfsd" in running,
         network_manager="NetworkManager" in running,
         udisks="udisksd" in running,
         tlp=(sysroot / "run/tlp").is_dir(),
         vpn=bool(re.search(r"^(tun|tap|ppp|wg|gpd)", routes, re.MULTILINE)),
+        firewall=bool(re.search(r"^ENABLED=yes", _text(sysroot / "etc/ufw/ufw.conf"), re.MULTILINE)),
         wsl="microsoft" in _text(proc / "version").lower(),
         virtual="hypervisor" in _text(proc / "cpuinfo"),
         free_bytes=shutil.disk_usage(bsp).free,

@@ -33,7 +33,14 @@ FAILURES: Mapping[str, Failure] = {
     failure.name: failure
     for failure in (
         # What says most comes first: one log may hold the texts of several.
-        Failure("disk_full", "the host's disk is full", "make room where the BSP is", (), r"no space left on device"),
+        Failure(
+            "disk_full",
+            "the host's disk is full",
+            "make room where the BSP is; where there is room, a partition of the board is too small for its image: "
+            "raise --slot-gib",
+            (),
+            r"no space left on device",
+        ),
         Failure(
             "host_tool",
             "a program is missing on the host",

@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import re
 import secrets
 import time
@@ -46,6 +47,8 @@ _LOG = re.compile(r"flash_(\d+-[\d.]+)_.*\.log")
 """Of one board, by NVIDIA's flasher, with its port."""
 _POLL_S, _PATIENCE_S = 0.2, 3.0
 """How often it looks, and how long it waits for the guard of a run that was killed."""
+_TAIL_BYTES = 2**16
+"""Of a log, where it says what goes on; thirty of them are looked at every time."""
 _PARTLY = {"--external-only", "-k"}
 """Options of NVIDIA's flasher with which it leaves the boot firmware as it is."""
 _LAST_WORD = {"wrong_release", "not_armed"}
@@ -287,7 +290,7 @@ class Run:
 
         def look() -> None:
             for port, log in self._logs(old).items():
-                stage = _stage(_text(log))
+                stage = _stage(_text(log, _TAIL_BYTES))
                 if stage and stage != stages.get(port):
                     stages[port] = stage
                     tell(f"{port}: {stage}")
@@ -474,8 +477,13 @@ def _stage(log: str) -> str:
     return last if places[last] >= 0 else ""
 
 
-def _text(file: Path | None) -> str:
+def _text(file: Path | None, most_bytes: int = 2**40) -> str:
+    """The end of a file that may grow; empty where it is not."""
+    if file is None:
+        return ""
     try:
-        return file.read_text(errors="replace") if file else ""
+        with file.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - most_bytes))
+            return log.read().decode(errors="replace")
     except OSError:
         return ""

@@ -31,6 +31,7 @@ GOOD = Host(
     udisks=False,
     tlp=False,
     vpn=False,
+    firewall=False,
     wsl=False,
     virtual=False,
     free_bytes=2**40,
@@ -117,6 +118,7 @@ def test_a_root_file_system_that_was_unpacked_without_root_is_seen(tmp_path: Pat
         ({"udisks": True}, "warning: udisks"),
         ({"tlp": True}, "warning: TLP"),
         ({"vpn": True}, "warning: a VPN"),
+        ({"firewall": True}, "warning: the firewall (ufw) is on"),
         ({"wsl": True}, "warning: this is WSL"),
         ({"virtual": True}, "warning: this is a virtual machine"),
     ],
@@ -220,10 +222,13 @@ def test_a_host_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PATH", str(bench.folder / "bin"))
     calm = read_host(bench.bsp, bench.sysroot)
     assert (calm.ipv6, calm.udisks, calm.tlp, calm.vpn, calm.wsl, calm.virtual) == (True, *[False] * 5)
-    assert (calm.nfs, calm.network_manager) == (True, True)
+    assert (calm.nfs, calm.network_manager, calm.firewall) == (True, True, False)
+    bench.host("proc/sys/net/ipv6/conf/default/disable_ipv6", "1\n")
+    assert not read_host(bench.bsp, bench.sysroot).ipv6, "the board's network would be without it"
     assert calm.tools == frozenset(TOOLS)
     for name, content in {
         "proc/7/comm": "udisksd\n",
+        "etc/ufw/ufw.conf": "# on\nENABLED=yes\n",
         "proc/41/comm": "bash\n",
         "proc/42/comm": "bash\n",
         "run/tlp/last_pwr": "0",
@@ -235,7 +240,7 @@ def test_a_host_is_read_from_its_files(tmp_path: Path, monkeypatch: pytest.Monke
         bench.host(name, content)
     rough = read_host(bench.bsp, bench.sysroot)
     assert (rough.ipv6, rough.udisks, rough.tlp, rough.vpn, rough.wsl, rough.virtual) == (False, *[True] * 5)
-    assert (rough.nfs, rough.network_manager) == (False, False)
+    assert (rough.nfs, rough.network_manager, rough.firewall) == (False, False, True)
 
 
 def test_what_is_known_to_fail_on_a_module_is_said_there_and_nowhere_else(bsp: Bsp) -> None:
