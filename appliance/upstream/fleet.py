@@ -400,7 +400,8 @@ def _told(kind: str, payload: Mapping[str, Any]) -> str:
     elif kind == "command_result":
         said = (payload.get("status"), payload.get("reason"))
     else:
-        said = (payload.get("text") or payload.get("reason") or payload.get("name"),)
+        over = "is over" if payload.get("over") else ""
+        said = (payload.get("alarm"), payload.get("model"), over, payload.get("text"))
     return " ".join(str(word) for word in said if word)
 
 

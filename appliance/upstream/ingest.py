@@ -52,7 +52,7 @@ class Ingest:
             now = self._now()
             device, stream = self._life(tx, batch, now)
             restored = batch.exchange > stream.exchange
-            late = batch.exchange < stream.exchange - 1 or batch.incarnation != device.incarnation
+            late = _late(batch, stream) or batch.incarnation != device.incarnation
             if restored:
                 _note(tx, now, "restored", device_id, {"exchange": batch.exchange, "known": stream.exchange})
             seen = update(t.devices).where(t.devices.c.device_id == device_id)
@@ -70,6 +70,7 @@ class Ingest:
                 .values(
                     exchange=exchange,
                     batch_id=batch.batch_id,
+                    sent_at=max(stream.sent_at, batch.sent_at),
                     received=_merged(stream.received, [item.number for item in fresh]),
                 )
             )
@@ -266,6 +267,17 @@ class Ingest:
         at = document.get("at", document.get("started_at"))
         item = Item(int.from_bytes(digest[:8], "big") >> 1, kind, float(at or now), document)
         self._keep(tx, device_id, MQTT, [item], now)
+
+
+def _late(batch: Batch, stream: Row[Any]) -> bool:
+    """Whether a batch was held back on its way while later ones were answered, so that its state may be an old one.
+
+    A device that has just started knows of no answer: then its clock decides. One that is wrongly taken for late is
+    asked for its state again.
+    """
+    if batch.exchange == 0:
+        return stream.exchange > 1 and batch.sent_at <= stream.sent_at
+    return batch.exchange < stream.exchange - 1
 
 
 def desired_of(tx: Connection, device_id: str) -> Desired:

@@ -58,6 +58,7 @@ streams = Table(  # one for each life of a device
     Column("first_seen", Float, nullable=False),
     Column("exchange", BigInteger, nullable=False, server_default="0"),  # number of the last answer
     Column("batch_id", _NAME, nullable=False, server_default=""),  # that it answered
+    Column("sent_at", Float, nullable=False, server_default="0"),  # of that batch, by the device's clock
     Column("received", _JSON, nullable=False),  # ranges of the numbers that were taken, also of rows deleted since
 )
 items = Table(  # what devices told; kept in one row each, once

@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +252,15 @@ def test_a_state_is_taken_though_the_answer_to_the_one_before_was_lost(upstream:
     upstream.exchange(device.batch())
     device.state = running("2")
     assert not device.report().send_state
+    assert upstream.fleet.device("d")["versions"]["m"]["version"] == "2"
+
+
+def test_a_device_that_started_anew_and_knows_of_no_answer_is_believed(upstream: Upstream) -> None:
+    device = upstream.device("d")
+    for _ in range(3):
+        device.report()
+    again = replace(device.batch(), exchange=0, sent_at=2.0, state=running("2"))
+    assert not upstream.exchange(again).send_state
     assert upstream.fleet.device("d")["versions"]["m"]["version"] == "2"
 
 

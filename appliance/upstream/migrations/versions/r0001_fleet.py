@@ -160,6 +160,7 @@ def upgrade() -> None:
         Column("first_seen", Float(), nullable=False),
         Column("exchange", BigInteger(), server_default="0", nullable=False),
         Column("batch_id", _NAME, server_default="", nullable=False),
+        Column("sent_at", Float(), server_default="0", nullable=False),
         Column("received", _JSON, nullable=False),
         PrimaryKeyConstraint("device_id", "incarnation"),
     )
