@@ -640,8 +640,8 @@ def test_a_sample_is_read_by_one_and_its_opinion_is_told_until_it_is_acknowledge
     assert upstream.samples.waiting(10) == []
     upstream.clock[0] += 200  # whoever took it has died
     assert len(upstream.samples.waiting(10)) == 1
-    upstream.samples.answered(Opinion("s-1", "m", "1", "m-large 1", {"lines": []}, agrees=False))
-    upstream.samples.answered(Opinion("s-1", "m", "1", "m-large 1", {"lines": []}, agrees=True))
+    upstream.samples.answered(Opinion("s-1", "m", "1", by="m-large 1", result={"lines": []}, agrees=False))
+    upstream.samples.answered(Opinion("s-1", "m", "1", by="m-large 1", result={"lines": []}, agrees=True))
     (told,) = device.report().opinions
     assert (told.sample_id, told.agrees) == ("s-1", False)
     assert device.report().opinions == ()
@@ -672,7 +672,7 @@ def test_agreement_that_drops_stops_a_campaign(upstream: Upstream) -> None:
     device.report()
     for found in upstream.samples.waiting(40):
         agrees = found.version == "1" or int(found.sample_id[2:]) < 32
-        upstream.samples.answered(Opinion(found.sample_id, "m", found.version, "large", {}, agrees=agrees))
+        upstream.samples.answered(Opinion(found.sample_id, "m", found.version, by="large", agrees=agrees))
     upstream.campaigns.step_all()
     stopped = upstream.campaigns.one(number)
     assert stopped["reason"] == (
