@@ -24,6 +24,7 @@ from appliance.upstream.campaigns import Campaigns
 from appliance.upstream.database import Database
 from appliance.upstream.fleet import Fleet, Keeping
 from appliance.upstream.ingest import Ingest
+from appliance.upstream.opinions import Opinions
 from appliance.upstream.samples import Samples
 from models import sync
 from models.errors import ApplianceError
@@ -110,6 +111,8 @@ async def home(
             (_FORGET_S, partial(fleet.forget, keep)),
         ):
             await stack.enter_async_context(_repeating(work, every_s))
+        if config.opinions.url:
+            await stack.enter_async_context(_repeating(Opinions(samples, config.opinions).work, _STEP_S))
         if broker:
             listener = Listener(broker, ingest, name, shared=database.is_shared)
             listener.start()

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Protocol
 
 import pytest
 from doubles.upstream import MemoryUpstream
+from sqlalchemy import select
+from support.reporting import order
 
+from appliance.upstream import tables as t
+from appliance.upstream.database import Database
+from appliance.upstream.fleet import Fleet
+from appliance.upstream.ingest import Ingest
+from appliance.upstream.samples import Samples
 from models.sync import Acks, Answer, Batch, Desired, Item, Opinion, Ordered
 
 pytestmark = pytest.mark.contract
 
 DEVICE, NOW = "dock-7", 1.8e9
 STATE = {"ready": True, "models": [{"name": "m", "version": "1", "digest": "d"}]}
-ORDER = Ordered("c-1", {"payloadType": "application/vnd.appliance.command+json", "payload": "e30=", "signatures": []})
+ORDER = Ordered("c-1", order(DEVICE, "c-1"))
 
 
 class Server(Protocol):
@@ -58,11 +69,49 @@ class Memory:
         return wished
 
 
-@pytest.fixture(params=["double"])
-def server(request: pytest.FixtureRequest) -> Server:
+class Real:
+    """The fleet's home, on SQLite; that PostgreSQL does the same is its own contract."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._fleet, self._samples = Fleet(database, lambda: NOW, 180.0), Samples(database, lambda: NOW)
+        self._ingest = Ingest(database, lambda: NOW, lambda: 0.0)
+
+    def exchange(self, batch: Batch) -> Answer:
+        return self._ingest.exchange(DEVICE, batch, 1_000_000)
+
+    def told(self) -> list[tuple[str, int, int]]:
+        with self._database.reading() as tx:
+            rows = tx.execute(select(t.items)).all()
+        return sorted((row.incarnation, row.number, row.payload["n"]) for row in rows)
+
+    def order(self) -> None:
+        self._fleet.command("operator", {"device": DEVICE}, [ORDER.envelope])
+
+    def tell(self, opinion: Opinion) -> None:
+        self._samples.answered(opinion)
+
+    def wish(self) -> Desired:
+        self._fleet.change("operator", DEVICE, {"pins": {"m": "2"}})
+        return Desired("", {"m": "2"})
+
+
+@pytest.fixture(scope="module")
+def shaped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database of this version's shape, to be copied."""
+    path = tmp_path_factory.mktemp("shaped") / "upstream.db"
+    Database(f"sqlite:///{path}").close()
+    return path
+
+
+@pytest.fixture(params=["double", "real"])
+def server(request: pytest.FixtureRequest, shaped: Path, tmp_path: Path) -> Iterator[Server]:
     """Each server, which knows nothing yet."""
-    del request
-    return Memory()
+    if request.param == "double":
+        yield Memory()
+        return
+    with closing(Database(f"sqlite:///{shutil.copy(shaped, tmp_path)}")) as database:
+        yield Real(database)
 
 
 def items(*numbers: int) -> tuple[Item, ...]:
