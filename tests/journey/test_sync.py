@@ -30,7 +30,7 @@ def upstream() -> Iterator[ServedUpstream]:
 def connect(start_null: StartDaemon, upstream: ServedUpstream, tmp_path: Path, **settings: str) -> Daemon:
     """A device that reports to `upstream` every second."""
     token = tmp_path / "token"
-    token.write_text(upstream.token)
+    token.write_text("t-1")
     told = {"URL": upstream.url, "TOKEN_FILE": str(token), "INTERVAL_S": "1", "TELEMETRY_S": "1", **settings}
     return start_null(
         APPLIANCE_DEVICE_ID=DEVICE, **{f"APPLIANCE_UPSTREAM__{name}": value for name, value in told.items()}
@@ -69,7 +69,6 @@ def test_what_happens_while_the_server_is_away_or_the_device_is_killed_arrives_o
     memory = upstream.memory
     upstream.token = "another"  # noqa: S105 - of nobody: it lets nobody in
     daemon = connect(start_null, upstream, tmp_path, LONGEST_RETRY_S="0.5")
-    (tmp_path / "token").write_text("t-1")
     eventually(lambda: "give it a token" in (daemon.status()["sync"]["reason"] or ""), "it says what it lacks", 30)
     eventually(lambda: daemon.status()["sync"]["spool"]["waiting"]["telemetry"] >= 2, "figures wait", 30)
     daemon.kill()
