@@ -28,10 +28,13 @@ PLAN = "etc/appliance/firstboot.json"
 UNIT = "etc/systemd/system/appliance.target.wants/appliance-firstboot.service"
 STATE, HELD = "/var/lib/appliance", "usr/share/appliance/state"
 _BIN = Path(sys.executable).parent
-_MODULES = (
-    "appliance.daemon, appliance.worker, appliance.rollback, appliance.runtime.onnx, appliance.updater, models.tasks"
+MODULES = (
+    "appliance.daemon, appliance.worker, appliance.rollback, appliance.updater, appliance.inbox, appliance.model, "
+    "appliance.adapters.identity, appliance.adapters.repository, appliance.adapters.spool, appliance.doctor_tls, "
+    "appliance.runtime.onnx, appliance.runtime.tensorrt, models.tasks.classification, models.tasks.detection, "
+    "models.tasks.lines, models.tasks.reading, models.tasks.tensors, securesystemslib.dsse, securesystemslib.signer"
 )
-"""Whoever imports them first compiles them, which only root may keep in /opt."""
+"""Whoever imports them first compiles them, which only root may keep in /opt: also those imported only when needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ class FirstBoot:
             _tool("nvpmodel", "-m", wanted, given="YES\n")  # where it must reboot for that, it asks
 
     def _compile_modules(self) -> None:
-        _tool(f"{_BIN}/python", "-c", f"import {_MODULES}")
+        _tool(f"{_BIN}/python", "-c", f"import {MODULES}")
 
     def _enroll(self) -> None:
         """As the daemon's user, whose key and certificate these become. A token opens one enrolment only."""

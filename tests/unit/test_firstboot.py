@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from appliance.firstboot import HELD, PLAN, UNIT, FirstBoot
+from appliance.firstboot import HELD, MODULES, PLAN, UNIT, FirstBoot
 
 pytestmark = pytest.mark.unit
 
+ROOT = Path(__file__).parents[2]
 ALL = {
     "grow": True,
     "fill": True,
@@ -159,6 +161,26 @@ def test_a_board_in_the_wanted_mode_is_left_as_it_is(tmp_path: Path) -> None:
     board = Board(tmp_path, power_mode=0)
     assert board.boot().returncode == 0
     assert board.calls == ["nvpmodel -q"]
+
+
+def imported_when_needed(source: Path) -> set[str]:
+    """Modules that functions of `source` import: of ours, and for signatures."""
+    functions = [one for one in ast.walk(ast.parse(source.read_text())) if isinstance(one, ast.FunctionDef)]
+    nodes = [node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)]
+    names = {name for node in nodes for name in (node.module, *(f"{node.module}.{one.name}" for one in node.names))}
+    files = {name: ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in names if name}
+    return {name for name, file in files.items() if file.exists() or name in {"securesystemslib.dsse", "tuf.ngclient"}}
+
+
+def test_the_first_boot_also_compiles_what_the_daemon_imports_only_when_it_needs_it() -> None:
+    """Its user cannot keep what it compiles, so it would compile that again at every start."""
+    told = "import sys, json; print(json.dumps({n: getattr(m, '__file__', None) for n, m in sys.modules.items()}))"
+    done = subprocess.run([sys.executable, "-c", f"import {MODULES}; {told}"], capture_output=True, check=True)
+    compiled: dict[str, str | None] = json.loads(done.stdout)
+    ours = [Path(file) for name, file in compiled.items() if file and name.startswith(("appliance.", "models."))]
+    wanted = set().union(*(imported_when_needed(file) for file in ours))
+    assert len(wanted) > 10
+    assert wanted - compiled.keys() == {"appliance.runtime.null"}  # which serves tests
 
 
 def test_a_damaged_plan_is_one_sentence(tmp_path: Path) -> None:
