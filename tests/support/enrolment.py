@@ -23,8 +23,16 @@ DAY_S = 86400.0
 class Fleet:
     """An authority in a folder; as a context it serves enrolments at `url`."""
 
-    def __init__(self, folder: Path, name: str = "fleet", made_at: float | None = None, days: int = 90) -> None:
-        """Make the authority; certificates of devices are valid for `days`."""
+    def __init__(
+        self,
+        folder: Path,
+        name: str = "fleet",
+        made_at: float | None = None,
+        days: int = 90,
+        names: tuple[str, ...] = ("localhost", "127.0.0.1"),
+    ) -> None:
+        """Make the authority; certificates of devices are valid for `days`, and the service is called by `names`."""
+        self._names = names
         self.folder, self.days_ahead = folder, 0.0
         self.authority = Authority(folder / "authority", lambda: b"passphrase")
         self.authority.init(name, days, time.time() if made_at is None else made_at)
@@ -57,9 +65,7 @@ class Fleet:
 
     def __enter__(self) -> Self:
         """Serve."""
-        self._server = EnrolmentServer(
-            ("127.0.0.1", 0), self.authority, ["localhost", "127.0.0.1"], self.told.append, self.now
-        )
+        self._server = EnrolmentServer(("127.0.0.1", 0), self.authority, list(self._names), self.told.append, self.now)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
         self._thread.start()
         self.url = f"https://127.0.0.1:{self._server.server_address[1]}"

@@ -27,7 +27,7 @@ from provisioning.keys import Keys
 from provisioning.publish import Repository, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = 16
+VERSIONS = 24
 """Of the tiny bundle, published one after the other: version N answers N times its input."""
 READER = "srv/reader"
 _SUITE = "bookworm"
@@ -78,7 +78,11 @@ _UNITS = {
     "vm-agent.service": "[Service]\nExecStart=/usr/bin/python3 /srv/agent.py\nRestart=always\n",
     "vm-repository.service": f"[Service]\nExecStart={_SERVE}\nRestart=always\n",
 }
-_SLOW = "[Service]\nWatchdogSec=60\nTimeoutStartSec=900\n"
+_SLOW = {
+    "appliance": "[Service]\nWatchdogSec=60\nTimeoutStartSec=2400\nTimeoutStopSec=180\n",
+    "appliance-firstboot": "[Service]\nTimeoutStartSec=2400\n",
+    "appliance-rollback": "[Service]\nTimeoutStartSec=600\n",
+}
 """Emulated beside other work, the daemon was seen not to come to feed its watchdog within its 15 s."""
 _INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /new
@@ -211,8 +215,9 @@ def _furnish(work: Path, root: Path, bundle: Path) -> None:
     reader = _reader(bundle, work / "reader")
     shutil.copytree(reader, root / READER)
     system = root / "etc/systemd/system"
-    (system / "appliance.service.d").mkdir()
-    (system / "appliance.service.d/slow.conf").write_text(_SLOW)
+    for name, text in _SLOW.items():
+        (system / f"{name}.service.d").mkdir()
+        (system / f"{name}.service.d/slow.conf").write_text(text)
     wants = system / "multi-user.target.wants"
     wants.mkdir(exist_ok=True)
     for name, text in _UNITS.items():
