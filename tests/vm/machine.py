@@ -177,6 +177,8 @@ def _mend(root: Path) -> None:
     (etc / "hostname").write_text("vm\n")
     (etc / "fstab").write_text("")
     (etc / "machine-id").write_text(f"{1:032x}\n")  # with none, systemd would take it for a first boot of its own
+    for kind in ("auth", "account", "password", "session"):  # without them runuser ends before it begins
+        (etc / f"pam.d/common-{kind}").write_text(f"{kind} required pam_unix.so\n")
     system = etc / "systemd/system"
     system.mkdir(parents=True, exist_ok=True)
     for unit in ("systemd-logind.service", "getty.target", "e2scrub_reap.service", "systemd-update-utmp.service"):
