@@ -30,10 +30,10 @@ STATE, HELD = "/var/lib/appliance", "usr/share/appliance/state"
 _BIN = Path(sys.executable).parent
 MODULES = (
     "appliance.start, appliance.daemon, appliance.worker, appliance.rollback, appliance.updater, appliance.inbox, "
-    "appliance.model, appliance.adapters.identity, appliance.adapters.repository, appliance.adapters.spool, "
-    "appliance.doctor_tls, appliance.runtime.onnx, appliance.runtime.tensorrt, models.tasks.classification, "
-    "models.tasks.detection, models.tasks.lines, models.tasks.reading, models.tasks.tensors, securesystemslib.dsse, "
-    "securesystemslib.signer"
+    "appliance.model, appliance.cloudsync, appliance.second_opinion, appliance.adapters.exchange, "
+    "appliance.adapters.identity, appliance.adapters.repository, appliance.adapters.spool, appliance.doctor_tls, "
+    "appliance.runtime.onnx, appliance.runtime.tensorrt, models.tasks.classification, models.tasks.detection, "
+    "models.tasks.lines, models.tasks.reading, models.tasks.tensors, securesystemslib.dsse, securesystemslib.signer"
 )
 """Whoever imports them first compiles them, which only root may keep in /opt: also those imported only when needed."""
 
