@@ -19,6 +19,7 @@ from securesystemslib.exceptions import VerificationError
 from securesystemslib.signer import CryptoSigner, SSlibKey
 
 from models.errors import ConfigError, WorkshopError
+from models.folder import sync_folder
 
 PAYLOAD_TYPE = "application/vnd.appliance.flashed+json"
 
@@ -39,6 +40,7 @@ def append(file: Path, record: Mapping[str, Any], signer: CryptoSigner) -> None:
         inventory.write(json.dumps(envelope.to_dict()).encode() + b"\n")
         inventory.flush()
         os.fsync(inventory.fileno())
+    sync_folder(file.parent)  # which may have it for the first time
 
 
 def read(file: Path, public: SSlibKey) -> list[dict[str, Any]]:

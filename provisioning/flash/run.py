@@ -156,16 +156,17 @@ class Run:
         """
         self._folder, self.plan, self._exam, self._keep = folder, plan, exam, keep
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        shown = json.dumps(schema.dump(plan), indent=1).encode()
-        file = folder / "plan.json"
-        if not file.exists():
-            write_file(file, shown)
-        elif file.read_bytes() != shown:
-            msg = f"{folder} holds a run of another plan: give another folder with --run, or the same options"
-            raise ConfigError(msg)
-        self.ticket = self._ticket(urls)
-        known = (folder / "run.json").exists()
-        self.state = read_state(folder) if known else RunState(self.ticket.run)
+        with self._mine():  # of two that begin at once, the second goes on with what the first has begun
+            shown = json.dumps(schema.dump(plan), indent=1).encode()
+            file = folder / "plan.json"
+            if not file.exists():
+                write_file(file, shown)
+            elif file.read_bytes() != shown:
+                msg = f"{folder} holds a run of another plan: give another folder with --run, or the same options"
+                raise ConfigError(msg)
+            self.ticket = self._ticket(urls)
+            known = (folder / "run.json").exists()
+            self.state = read_state(folder) if known else RunState(self.ticket.run)
         self._password = secrets.token_urlsafe(24)
         self._bsp = Path(plan.bsp)
 
@@ -217,10 +218,13 @@ class Run:
                     self._prepare(step, watch)
                     self._note_done(step.name)
 
+    def _mine(self) -> contextlib.AbstractContextManager[int]:
+        return _locked(self._folder / _LOCK, f"another command uses the run {self._folder}: wait for it")
+
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
         """Nobody else has this run, whose state is that on disk; boards that were cut while written have failed."""
-        with _locked(self._folder / _LOCK, f"another command uses the run {self._folder}: wait for it"):
+        with self._mine():
             if (self._folder / "run.json").exists():
                 self.state = read_state(self._folder)
             for one in self.state.boards:

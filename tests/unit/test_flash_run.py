@@ -13,6 +13,7 @@ import signal
 import sys
 import tarfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from support.flashing import EXPORTS, Bench, Calls
 from support.processes import children, eventually, free_port
 
+from models.callhome import Ticket
 from models.errors import ConfigError, WorkshopError
 from models.folder import BundleFolder
 from provisioning.flash import plan as plans
@@ -29,7 +31,7 @@ from provisioning.flash import rootfs, tool
 from provisioning.flash.boards import attached
 from provisioning.flash.exports import clean, guarded
 from provisioning.flash.facts import read_bsp, read_package
-from provisioning.flash.home import Exam
+from provisioning.flash.home import Exam, new_ticket
 from provisioning.flash.plan import Wish
 from provisioning.flash.run import Run, hand_over
 
@@ -243,6 +245,30 @@ def _refuses(watch: Callable[[int], None]) -> bool:
     except WorkshopError as error:
         return "guard that closes this host again has ended" in str(error)
     return False
+
+
+def test_two_that_begin_the_same_run_at_once_give_its_boards_one_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workshop, begun = Workshop(tmp_path), list[Run]()
+    monkeypatch.setattr("provisioning.flash.run.new_ticket", _at_leisure(new_ticket))
+    both = [threading.Thread(target=lambda: begun.append(workshop.run(URL))) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert len(begun) == 2
+    assert begun[0].ticket == begun[1].ticket
+
+
+def _at_leisure(make: Callable[..., Ticket]) -> Callable[..., Ticket]:
+    """Time for somebody else to do the same."""
+
+    def made(*arguments: Any) -> Ticket:  # noqa: ANN401 - those of `make`
+        time.sleep(0.5)
+        return make(*arguments)
+
+    return made
 
 
 def test_a_run_goes_on_only_where_its_boards_call(tmp_path: Path) -> None:
