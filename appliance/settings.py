@@ -244,7 +244,7 @@ class Fleet(_Part):
     )
     exchange_s: float = Field(default=30.0, gt=0, le=86400, description="devices are told to report no more often")
     exchanges_per_s: float = Field(
-        default=200.0, gt=0, le=1e6, description="with more devices than that takes they are told to report less often"
+        default=100.0, gt=0, le=1e6, description="with more devices than that takes they are told to report less often"
     )
     online_s: float = Field(default=180.0, gt=0, le=86400, description="a device that was heard since counts as online")
     telemetry_days: float = Field(default=30.0, gt=0, le=3660, description="older telemetry is deleted")

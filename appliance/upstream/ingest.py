@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, delete, select, update
+from sqlalchemy import Connection, Row, delete, literal, select, union_all, update
 
 from appliance.core import campaign as rules
 from appliance.upstream import tables as t
@@ -75,7 +76,7 @@ class Ingest:
                 )
             )
             lacks_state = (restored or late or device.state is None) and (batch.state is None or late)
-            desired = desired_of(tx, device_id)
+            desired = _desired(tx, device)
             return Answer(
                 received=sync.ranges(item.number for item in batch.items),
                 wait_s=self._pace(),
@@ -91,30 +92,35 @@ class Ingest:
     def _life(self, tx: Connection, batch: Batch, now: float) -> tuple[Row[Any], Row[Any]]:
         """The rows of a device and of its present life, which is locked; both are made where they are not there."""
         device_id, incarnation = batch.device_id, batch.incarnation
-        known = self._register(tx, device_id, now)
+        device = self._registered(tx, device_id, now)
+        locked = (
+            select(t.streams)
+            .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == incarnation)
+            .with_for_update()
+        )
+        stream = tx.execute(locked).one_or_none()
+        if stream is not None:
+            return device, stream
         life = {"device_id": device_id, "incarnation": incarnation, "first_seen": now, "received": []}
         if self._database.add(tx, t.streams, life):
             tx.execute(
                 update(t.devices).where(t.devices.c.device_id == device_id).values(incarnation=incarnation, state=None)
             )
             tx.execute(update(t.members).where(t.members.c.device_id == device_id).values(number=0))
-            if known and known.incarnation:
-                _note(tx, now, "flashed anew", device_id, {"before": known.incarnation, "now": incarnation})
-        stream = tx.execute(
-            select(t.streams)
-            .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == incarnation)
-            .with_for_update()
-        ).one()
-        return tx.execute(select(t.devices).where(t.devices.c.device_id == device_id)).one(), stream
+            if device.incarnation:
+                _note(tx, now, "flashed anew", device_id, {"before": device.incarnation, "now": incarnation})
+        return self._registered(tx, device_id, now), tx.execute(locked).one()
 
-    def _register(self, tx: Connection, device_id: str, now: float) -> Row[Any] | None:
-        """The row of a device before this; None for one that is new. Raises Forbidden for one that was retired."""
-        known = tx.execute(select(t.devices).where(t.devices.c.device_id == device_id)).one_or_none()
+    def _registered(self, tx: Connection, device_id: str, now: float) -> Row[Any]:
+        """The row of a device, made where it is a new one; raises Forbidden for one that was retired."""
+        found = select(t.devices).where(t.devices.c.device_id == device_id)
+        known = tx.execute(found).one_or_none()
         if known is None:
             row = {"device_id": device_id, "registered_at": now, "last_seen": now}
             if self._database.add(tx, t.devices, row):
                 _note(tx, now, "registered", device_id, {})
-        elif known.retired_at is not None:
+            known = tx.execute(found).one()
+        if known.retired_at is not None:
             msg = f"the device {device_id!r} was retired: an operator may take that back"
             raise Forbidden(msg)
         return known
@@ -239,13 +245,13 @@ class Ingest:
     def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
         now = self._now()
         try:
-            device = self._register(tx, device_id, now)
+            device = self._registered(tx, device_id, now)
         except Forbidden:
             return
         ours = t.devices.c.device_id == device_id
         if topic == "availability":
             word = "online" if payload == b"online" else "offline"
-            if word == "online" or device is None or session >= device.session:  # else a will that came late
+            if word == "online" or session >= device.session:  # else a will that came late
                 tx.execute(update(t.devices).where(ours).values(availability=word))
             return
         try:
@@ -256,12 +262,12 @@ class Ingest:
             return
         tx.execute(update(t.devices).where(ours).values(last_seen=now))
         if topic == "state":
-            if device is None or session >= device.session:
+            if session >= device.session:
                 self._state(tx, device_id, document, session=session)
                 self._judge(tx, device_id, [], now)
             return
         kind = {"telemetry": "telemetry", "deployments": "deployment", "cmd/result": "command_result"}.get(topic)
-        if kind is None or (device and device.incarnation):
+        if kind is None or device.incarnation:
             return
         digest = hashlib.sha256(f"{topic}\0".encode() + payload).digest()
         at = document.get("at", document.get("started_at"))
@@ -280,22 +286,26 @@ def _late(batch: Batch, stream: Row[Any]) -> bool:
     return batch.exchange < stream.exchange - 1
 
 
-def desired_of(tx: Connection, device_id: str) -> Desired:
+def _desired(tx: Connection, device: Row[Any]) -> Desired:
     """What a device should be like."""
-    pins = tx.execute(select(t.pins.c.model, t.pins.c.version).where(t.pins.c.device_id == device_id)).all()
-    own = (t.labels.c.device_id == device_id, t.labels.c.own)
-    labels = tx.execute(select(t.labels.c.key, t.labels.c.value).where(*own)).all()
-    names = tx.execute(select(t.groups.c.name).where(t.groups.c.device_id == device_id)).scalars().all()
-    paused = tx.execute(select(t.devices.c.paused).where(t.devices.c.device_id == device_id)).scalar_one_or_none()
+    ours = device.device_id
+    said = union_all(
+        select(literal("pin").label("what"), t.pins.c.model.label("key"), t.pins.c.version.label("value")).where(
+            t.pins.c.device_id == ours
+        ),
+        select(literal("label"), t.labels.c.key, t.labels.c.value).where(t.labels.c.device_id == ours, t.labels.c.own),
+        select(literal("group"), t.groups.c.name, literal("")).where(t.groups.c.device_id == ours),
+    )
+    wishes = sorted((row.what, row.key, row.value) for row in tx.execute(said))
     wanted = Desired(
         "",
-        {row.model: row.version for row in pins},
-        paused=bool(paused),
-        labels={row.key: row.value for row in labels},
-        groups=tuple(sorted(names)),
+        {key: value for what, key, value in wishes if what == "pin"},
+        paused=device.paused,
+        labels={key: value for what, key, value in wishes if what == "label"},
+        groups=tuple(key for what, key, _value in wishes if what == "group"),
     )
-    content = orjson.dumps(schema.dump(wanted), option=orjson.OPT_SORT_KEYS)
-    return Desired(hashlib.sha256(content).hexdigest()[:16], wanted.pins, wanted.paused, wanted.labels, wanted.groups)
+    etag = hashlib.sha256(orjson.dumps(schema.dump(wanted), option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+    return replace(wanted, etag=etag)
 
 
 def _note(tx: Connection, now: float, action: str, device_id: str, detail: Mapping[str, Any]) -> None:
