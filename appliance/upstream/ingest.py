@@ -282,8 +282,8 @@ def _late(batch: Batch, stream: Row[Any]) -> bool:
     asked for its state again.
     """
     if batch.exchange == 0:
-        return stream.exchange > 1 and batch.sent_at <= stream.sent_at
-    return batch.exchange < stream.exchange - 1
+        return bool(stream.exchange > 1 and batch.sent_at <= stream.sent_at)
+    return bool(batch.exchange < stream.exchange - 1)
 
 
 def _desired(tx: Connection, device: Row[Any]) -> Desired:
