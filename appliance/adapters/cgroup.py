@@ -1,12 +1,14 @@
 """Control groups (v2) of workers: the kernel ends a worker that outgrows its lease, and nobody else.
 
 systemd delegates the daemon's own group to it (`Delegate=memory`). The kernel wants processes in leaves only, so the
-daemon moves into a leaf first; each worker then gets a group beside it. Where none of this can be had the daemon's
-own sampling still holds workers to their leases. On Jetson the pages of the GPU are not charged to groups.
+daemon moves into a leaf first, with the worker that was started before it; each worker then gets a group beside it.
+Where none of this can be had the daemon's own sampling still holds workers to their leases. On Jetson the pages of the
+GPU are not charged to groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -26,7 +28,9 @@ class WorkerGroups:
         """Make groups in `home`, our own group; raises OSError when the kernel or its owner does not allow it."""
         self._home = home
         (home / _DAEMON).mkdir(exist_ok=True)
-        (home / _DAEMON / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        for pid in dict.fromkeys([str(os.getpid()), *(home / "cgroup.procs").read_text(encoding="ascii").split()]):
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                (home / _DAEMON / "cgroup.procs").write_text(pid, encoding="ascii")
         (home / "cgroup.subtree_control").write_text("+memory", encoding="ascii")
         self._set: dict[str, tuple[int, int]] = {}
 

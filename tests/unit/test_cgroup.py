@@ -21,6 +21,7 @@ def delegated(root: Path, controllers: str = "cpu memory pids") -> Path:
     home = root / "appliance.service"
     home.mkdir()
     (home / "cgroup.controllers").write_text(controllers)
+    (home / "cgroup.procs").write_text(f"{os.getpid()}\n")
     return home
 
 
@@ -37,6 +38,14 @@ def test_the_daemon_moves_into_a_leaf_and_each_worker_gets_a_group_with_its_leas
         "1000",
         "1250",
     ]
+
+
+def test_a_worker_that_was_started_before_the_daemon_moves_into_the_leaf_too(tmp_path: Path) -> None:
+    """The kernel divides no group that still holds a process."""
+    home = delegated(tmp_path)
+    (home / "cgroup.procs").write_text(f"{os.getpid()}\n4711\n")
+    WorkerGroups(home)
+    assert (home / "daemon" / "cgroup.procs").read_text() == "4711"  # a file holds what was written last
 
 
 def test_a_lease_that_changes_moves_the_limits_and_a_new_worker_moves_in(tmp_path: Path) -> None:
@@ -77,7 +86,8 @@ def test_what_the_kernel_refuses_stops_nobody(tmp_path: Path) -> None:
 
 def test_where_a_group_is_delegated_to_us_the_kernel_takes_our_limits() -> None:
     script = (
-        "from appliance.adapters import cgroup\nimport os, pathlib\nfound = cgroup.find()\n"
+        "from appliance.adapters import cgroup\nimport os, pathlib\n"
+        "before = os.posix_spawn('/bin/sleep', ['sleep', '30'], {})\nfound = cgroup.find()\nos.kill(before, 9)\n"
         "if isinstance(found, str): print('NO', found)\n"
         "else:\n"
         "    child = os.posix_spawn('/bin/sleep', ['sleep', '30'], {})\n"
