@@ -140,6 +140,8 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
     for model in answer["models"]:
         if model["reason"]:
             screen.print(f"{model['name']}: {model['reason']}", style="yellow")
+    profile = answer["profile"]
+    screen.print(f"profile {profile['name']}: {profile['because']}")
     memory = answer["memory"]
     screen.print(
         f"memory: {_mebibytes(memory['leased_bytes'])} of {_mebibytes(memory['budget_bytes'])} leased, "

@@ -104,4 +104,4 @@ def settings_of(config: Path | None, state_dir: Path | None) -> Settings:
     """The daemon's settings, as far as a command can know them; raises ConfigError."""
     from appliance import settings  # noqa: PLC0415 - slow, and few commands need it
 
-    return settings.load(profile="cpu", config=config, flags={} if state_dir is None else {"state_dir": state_dir})
+    return settings.load(config=config, flags={} if state_dir is None else {"state_dir": state_dir})

@@ -23,7 +23,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance import __version__, settings, wire
+from appliance import __version__, hardware, settings, wire
 from appliance.adapters import host, http
 from appliance.adapters.access import Gate, gate_before
 from appliance.adapters.bodies import Bodies
@@ -85,6 +85,7 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         configure_log(sys.stderr.isatty(), device_id=device_id)
         lag = stack.enter_context(watched_loop())
         started_at, board = (clock := host.WallClock())(), Board()
+        suits, because = await asyncio.to_thread(hardware.suited)
 
         def facts() -> dict[str, Any]:
             return {
@@ -94,6 +95,7 @@ async def run(config: settings.Settings, spare: Spare) -> int:
                     "started_at": round(started_at),
                     "now": round(clock()),
                 },
+                "profile": {"name": config.profile, "suits": suits, "because": because},
                 "memory_bytes": host.memory_bytes(),
                 "device": board.status(),
                 "event_loop": lag.status(),
@@ -309,6 +311,7 @@ def _bundles(config: settings.Settings, memory: MachineMemory, open_bundle: Call
             onnx=str(path.resolve()),
             concurrency=limits.concurrency,
             idle_trim_s=config.memory.idle_trim_s,
+            **_card(config),
         )
         found.append(
             Bundle(
@@ -362,6 +365,7 @@ def _open_bundle(
         max_pixels=limits.picture_pixels,
         idle_trim_s=config.memory.idle_trim_s,
         memory=known.memory,
+        **_card(config),
     )
     ways, waits = _ways(order, passed), engines.missing(digest, path)
     bundle = Bundle(
@@ -383,6 +387,12 @@ def _open_bundle(
     return bundle
 
 
+def _card(config: settings.Settings) -> dict[str, Any]:
+    """What a worker must know of the card that it runs on."""
+    requires = config.gpu.policy == "require" and config.runtime == "onnxruntime-cuda"
+    return {"gpu_only": requires, "gpu_memory_bytes": config.gpu.memory_bytes}
+
+
 def _reread(bundle: Bundle, open_bundle: Callable[[Path], Bundle]) -> Bundle | None:
     """What the folder of `bundle` holds now; None where that is what it serves. Raises BundleError."""
     if bundle.folder is None or BundleFolder(bundle.folder).manifest.digest == bundle.digest:
@@ -399,7 +409,7 @@ def _ways(order: wire.Open, precisions: set[str]) -> list[wire.Open]:
     ways = [order]
     if order.precision != _FLOAT and {_FLOAT} < precisions:
         ways.append(replace(order, precision=_FLOAT))
-    if order.runtime != _EVERYWHERE:
+    if order.runtime != _EVERYWHERE and not order.gpu_only:
         ways.append(replace(order, precision=_FLOAT if _FLOAT in precisions else order.precision, runtime=_EVERYWHERE))
     return ways
 

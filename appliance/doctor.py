@@ -15,21 +15,22 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 
+from appliance import hardware
 from appliance.adapters import host
 from appliance.core.clock import DAY_S, RELEASED_AT
 from appliance.doctor_tls import Check, Trust, check_tls, read_certificates
 from appliance.doctor_tls import checks as tls_checks
 from appliance.runtime import machine
 from appliance.runtime.tensorrt import installed
-from appliance.settings import Settings
+from appliance.settings import Gpu, Settings
 from models.engine import ENGINES, PASSPORT, Passport
 from models.errors import BundleError
 
@@ -67,7 +68,7 @@ class Here:
     """The machine as it is read: files below `root`, and the output of commands, empty where there are none."""
 
     root: Path = Path("/")
-    run: Callable[[Sequence[str]], str] = field(default=lambda command: _output(command))  # noqa: PLW0108 - made below
+    run: hardware.Run = hardware.output
 
     def text(self, path: str) -> str:
         """A small file of the machine; empty when it is not there."""
@@ -92,6 +93,7 @@ def examine(
     yield python(sys.version_info[:3])
     yield libraries(*imported())
     board = host.board(here.root)
+    yield profile(config.profile, *hardware.suited(here.root, here.run), status)
     yield jetpack(here.l4t)
     yield tensorrt(here.l4t, installed("tensorrt"), wanted=config.runtime)
     yield engines(here, [*config.bundles, config.state_dir])
@@ -101,6 +103,7 @@ def examine(
     yield system_slots(board)
     yield rights(config.state_dir)
     yield devices(here)
+    yield card(here, config.gpu, hardware.cards(here.run))
     yield disk(config.state_dir)
     yield memory(host.memory_bytes(here.text("proc/meminfo")).get("total", 0), status)
     yield swap(here.text("proc/swaps"))
@@ -135,6 +138,15 @@ def libraries(output: str, failure: str) -> Check:
         f"{name} does not load: {failure}",
         "install the appliance again into an environment of its own",
     )
+
+
+def profile(chosen: str, suits: str, because: str, status: Mapping[str, Any] | None) -> Check:
+    """Whether the profile is the one that suits this machine: that of the daemon, or the one it would get."""
+    name = (status or {}).get("profile", {}).get("name") or chosen or suits
+    if name == suits:
+        return Check("profile", "ok", f"{name}: {because}")
+    remedy = f"leave `profile` and --profile out, which gives {suits}, unless it is wanted so"
+    return Check("profile", "warn", f"{name} was chosen by hand: {because}", remedy)
 
 
 def jetpack(l4t: str) -> Check:
@@ -268,6 +280,37 @@ def devices(here: Here) -> Check:
     if closed:
         return Check("GPU", "fail", f"this user may not open {', '.join(closed)}", "usermod -aG video,render USER")
     return Check("GPU", "ok", "this user may use it")
+
+
+def card(here: Here, gpu: Gpu, found: Sequence[hardware.Card]) -> Check:
+    """Whether cards are divided among workers as settings say, and with which commands they would be."""
+    if not found:
+        return Check("card", "skip", "nvidia-smi tells of no card")
+    names = ", ".join(one.name for one in found)
+    if gpu.share == "mps" and not hardware.mps_runs(here.root):
+        modes = " && ".join(f"sudo nvidia-smi -i {one.index} -c EXCLUSIVE_PROCESS" for one in found)
+        return Check(
+            "card",
+            "warn",
+            f"{names}: MPS does not run, so workers take turns in place of shares of {100 // gpu.parts} %",
+            f"{modes} && sudo nvidia-cuda-mps-control -d; CUDA_MPS_PIPE_DIRECTORY, where it is set, moves its pipe",
+        )
+    for one in found if gpu.share == "mig" else ():
+        sizes = [instance.size for instance in one.instances]
+        if len(sizes) == gpu.parts and len(set(sizes)) == 1:
+            continue
+        steps = hardware.cut(one, gpu.parts, hardware.offers(here.run(["nvidia-smi", "mig", "-lgip"]), one.index))
+        have = f"it has {', '.join(sizes) or 'none'}" if one.mig == "Enabled" else "MIG is off"
+        return Check(
+            "card",
+            "warn",
+            f"card {one.index} ({one.name}) is not cut into {gpu.parts} equal instances: {have}",
+            f"stop what uses it, then: {' && '.join(steps)}; then start the daemon anew"
+            if steps
+            else 'it cannot be: set gpu.parts to fewer, or gpu.share to "mps" or ""',
+        )
+    shared = {"mig": f"cut into {gpu.parts}", "mps": f"shares of {100 // gpu.parts} %"}.get(gpu.share, "not divided")
+    return Check("card", "ok", f"{names}: {shared}")
 
 
 def disk(state_dir: Path) -> Check:
@@ -420,14 +463,6 @@ def imported() -> tuple[str, str]:
         return (error.stdout or b"").decode(), f"it did not end within {_IMPORT_S} s"
     why = ended.stderr.strip().splitlines()[-1:] or [f"it ended with {ended.returncode}"]
     return ended.stdout, why[0] if ended.returncode else ""
-
-
-def _output(command: Sequence[str]) -> str:
-    try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)  # noqa: S603 - ours
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return ended.stdout
 
 
 def _existing(path: Path) -> Path:

@@ -67,7 +67,7 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
     # Settings may ask already for what is only about to come.
     flags["identity"], flags["http"] = {"http": False, "mqtt": False}, {"host": "127.0.0.1"}
     try:
-        told = settings.load(profile="cpu", config=config, flags=flags)
+        told = settings.load(config=config, flags=flags)
         identity = Identity(told.identity_files)
         if request:
             with _named(told, name) as device:

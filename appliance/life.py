@@ -17,6 +17,7 @@ from typing import Protocol
 
 from appliance.arena import Arena
 from appliance.core.faults import Fault
+from appliance.hardware import Seats
 from appliance.link import Link
 
 _OUTPUT_BYTES = 16 * 1024
@@ -50,15 +51,21 @@ class Life:
         on_data: Callable[[Life, bytes], None],
         on_end: Callable[[Life], None],
         gentle: bool = False,
+        seats: Seats | None = None,
     ) -> None:
         """Start the process with two arenas of that size; raises OSError, leaving nothing, when that cannot be done.
 
-        It loads the libraries of `runtime` while it waits to be told its model. `on_data` and `on_end` are those of
-        its `Link`, and may be changed. A `gentle` one leaves the processors to others until then.
+        It runs on the device that `seats` gives it, and loads the libraries of `runtime` while it waits to be told its
+        model. `on_data` and `on_end` are those of its `Link`, and may be changed. A `gentle` one leaves the processors
+        to others until then.
         """
         self.on_data, self.on_end = on_data, on_end
         module = "appliance.gently" if gentle else "appliance.worker"
+        self._seats = seats or Seats()
         with contextlib.ExitStack() as undo:
+            self.device, environment = self._seats.take()
+            """CUDA_VISIBLE_DEVICES where it was chosen here."""
+            undo.callback(self._seats.leave, self.device)
             self.requests = Arena.create(arena_bytes)
             undo.callback(self.requests.close)
             self.answers = Arena.create(arena_bytes)
@@ -70,6 +77,7 @@ class Life:
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
                     [sys.executable, "-I", "-m", module, runtime, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
+                    env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -121,6 +129,7 @@ class Life:
 
     def close(self) -> None:
         """Give everything back; only after the process was reaped."""
+        self._seats.leave(self.device)
         os.close(self.pidfd)
         self.output.close()
         self.requests.close()

@@ -50,7 +50,14 @@ class Model:
         engines = [Path(order.bundle, ENGINES)] if order.bundle else []
         engines += [Path(order.engines)] if order.engines else []
         prepared = Path(order.prepared) if order.prepared else None
-        self.runtime = choose(order.runtime, engines=engines, run_limit_bytes=order.run_limit_bytes, prepared=prepared)
+        self.runtime = choose(
+            order.runtime,
+            engines=engines,
+            run_limit_bytes=order.run_limit_bytes,
+            prepared=prepared,
+            gpu_memory_bytes=order.gpu_memory_bytes,
+            gpu_only=order.gpu_only,
+        )
         gauge = Gauge()
         self.overhead_bytes = host.process_bytes(os.getpid())
         before_bytes = gauge.resident_bytes()

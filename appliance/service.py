@@ -60,7 +60,12 @@ PICTURES = ModelSpec(inputs=(TensorSpec("image", "BYTES", (-1,)),), outputs=(Ten
 MOST_PICTURES = 16
 """In one request; more would only keep others waiting."""
 
-_PLATFORMS = {"onnxruntime-cpu": "onnx_onnxv1", "tensorrt": "tensorrt_plan", "tensorrt-rtx": "tensorrt_plan"}
+_PLATFORMS = {
+    "onnxruntime-cpu": "onnx_onnxv1",
+    "onnxruntime-cuda": "onnx_onnxv1",
+    "tensorrt": "tensorrt_plan",
+    "tensorrt-rtx": "tensorrt_plan",
+}
 """Runtime -> platform in the protocol's metadata."""
 
 _REMEMBERED_COMMANDS = 1000
@@ -814,6 +819,7 @@ def _worker_status(bundle: Bundle) -> dict[str, Any]:
     health = bundle.supervisor.health
     return {
         "pid": bundle.supervisor.pid,
+        "device": bundle.supervisor.device or None,
         "bundle": bundle.name,
         "version": bundle.version,
         "state": health.state.value,

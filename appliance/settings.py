@@ -24,6 +24,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from appliance import hardware
 from appliance.core.limits import Limits as ModelLimits
 from appliance.runtime import RuntimeName
 from models.enrolment import IdentityFiles
@@ -157,6 +158,29 @@ class Memory(_Part):
     )
     priorities: Mapping[str, Annotated[int, Field(ge=1, le=10)]] = Field(
         default={}, description="by model, 1 (most important) to 10, default 5: who is unloaded for whom"
+    )
+
+
+class Gpu(_Part):
+    """How workers use an NVIDIA card; nothing of it is for the GPU of a Jetson."""
+
+    policy: Literal["prefer", "require"] = Field(
+        default="prefer",
+        description="of onnxruntime-cuda; require: no node of a graph on the CPU, and no fallback to it after faults",
+    )
+    share: Literal["", "mig", "mps"] = Field(
+        default="",
+        description="mig: a worker an instance, where the card is cut; mps: a share of it; empty: workers take turns",
+    )
+    parts: int = Field(
+        default=1, ge=1, le=48, description="instances that the doctor cuts a card into, or equal shares of it"
+    )
+    devices: tuple[str, ...] = Field(
+        default=(),
+        description="each worker's CUDA_VISIBLE_DEVICES is one of them; none: of all instances, or as the daemon's",
+    )
+    memory_bytes: int = Field(
+        default=0, ge=0, description="of a card, for the runs of one worker (onnxruntime-cuda, mps); 0 is no limit"
     )
 
 
@@ -326,6 +350,9 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", validate_default=True
     )
 
+    profile: str = Field(
+        default="", description="defaults for a kind of machine (see docs/server.md); none: as the machine is"
+    )
     bundles: tuple[Path, ...] = Field(default=(), description="bundle folders to serve")
     onnx: Mapping[str, Path] = Field(default={}, description="bare ONNX files to serve by name, unverified")
     precision: Literal["auto", "fp32", "int8"] = Field(
@@ -351,6 +378,7 @@ class Settings(BaseSettings):
     mqtt: Mqtt = Mqtt()
     limits: Limits = Limits()
     memory: Memory = Memory()
+    gpu: Gpu = Gpu()
     clock: Clock = Clock()
     identity: Identity = Identity()
     update: Update = Update()
@@ -387,25 +415,22 @@ class Settings(BaseSettings):
         return IdentityFiles(self.state_dir / "identity")
 
 
-def load(*, profile: str, config: Path | None, flags: Mapping[str, Any]) -> Settings:
-    """Merge all sources; raises ConfigError naming the key, and the nearest known one for a typing error."""
-    known_profiles = sorted(path.stem for path in PROFILES.glob("*.toml"))
-    if profile not in known_profiles:
-        msg = f"there is no profile {profile!r}; known: {', '.join(known_profiles)}"
-        raise ConfigError(msg)
+def load(*, profile: str = "", config: Path | None, flags: Mapping[str, Any]) -> Settings:
+    """Merge all sources; raises ConfigError naming the key, and the nearest known one for a typing error.
+
+    Without `profile` it is the one that variables or file name, or else the one that suits this machine.
+    """
     if config is not None and not config.is_file():
         msg = f"the configuration file {config} does not exist"
         raise ConfigError(msg)
     if config is None and SYSTEM_CONFIG.is_file():
         config = SYSTEM_CONFIG
     _refuse_unknown_variables()
-    merged: dict[str, Any] = {}
-    for file in (PROFILES / f"{profile}.toml", config):
-        if file is not None:
-            merged = _merge(merged, _read(str(file), partial(TomlConfigSettingsSource, Settings, file)))
+    merged = _file(config) if config else {}
     merged = _merge(merged, _read("the environment", partial(EnvSettingsSource, Settings)))
+    merged["profile"] = profile or merged.get("profile") or hardware.suited()[0]
     try:
-        settings = Settings(**_merge(merged, flags))
+        settings = Settings(**_merge(_merge(_profile(merged["profile"]), merged), flags))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
     settings = _with_identity(settings)
@@ -494,6 +519,18 @@ def _refuse_open_upstream(settings: Settings) -> None:
         )
     if settings.second_opinion.models and not told.url:
         raise ConfigError("second_opinion.models is set, and there is nobody to ask: set upstream.url")
+
+
+def _profile(name: object) -> dict[str, Any]:
+    known = {path.stem: path for path in PROFILES.glob("*.toml")}
+    if name not in known:
+        msg = f"there is no profile {name!r}; known: {', '.join(sorted(known))}"
+        raise ConfigError(msg)
+    return _file(known[str(name)])
+
+
+def _file(path: Path) -> dict[str, Any]:
+    return _read(str(path), partial(TomlConfigSettingsSource, Settings, path))
 
 
 def _read(what: str, source: Callable[[], PydanticBaseSettingsSource]) -> dict[str, Any]:

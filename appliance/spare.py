@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from appliance import wire
 from appliance.core.limits import Limits
+from appliance.hardware import Seats
 from appliance.life import Life
 
 log = structlog.get_logger()
@@ -20,9 +22,10 @@ log = structlog.get_logger()
 class Spare:
     """At most one waiting worker."""
 
-    def __init__(self, limits: Limits, runtime: str) -> None:
-        """Workers take requests of models with those `limits`, and run them with `runtime`."""
+    def __init__(self, limits: Limits, runtime: str, seats: Seats) -> None:
+        """Workers take requests of models with those `limits`, run them with `runtime`, and sit on `seats`."""
         self._arena_bytes, self._runtime = wire.arena_bytes(limits), runtime
+        self._new_life = partial(Life, seats=seats)
         self._life: Life | None = None
 
     @property
@@ -34,7 +37,7 @@ class Spare:
         """Start one unless there is one, `gentle` to those who serve; when none can be started there is none."""
         if self._life is None:
             try:
-                self._life = Life(
+                self._life = self._new_life(
                     self._arena_bytes, self._runtime, on_data=self._spoke, on_end=self._ended, gentle=gentle
                 )
             except OSError as error:
@@ -60,7 +63,7 @@ class Spare:
         """The waiting worker if it is one of these, else a new one."""
         life, fits = self._life, (arena_bytes, runtime) == (self._arena_bytes, self._runtime)
         if life is None or not fits or life.ended or life.process.poll() is not None:
-            return Life(arena_bytes, runtime, on_data=on_data, on_end=on_end, gentle=gentle)
+            return self._new_life(arena_bytes, runtime, on_data=on_data, on_end=on_end, gentle=gentle)
         self._life = None
         asyncio.get_running_loop().remove_reader(life.pidfd)
         life.on_data, life.on_end = on_data, on_end

@@ -20,7 +20,7 @@ import uvloop
 
 import kernels
 import models
-from appliance import settings
+from appliance import hardware, settings
 from appliance.spare import Spare
 from models.errors import ApplianceError, BundleError
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _run(config: settings.Settings) -> int:
-    spare = Spare(config.of_a_model, config.runtime)
+    spare = Spare(config.of_a_model, config.runtime, _seats(config.gpu))
     try:
         if config.memory.spare_worker and (config.bundles or config.onnx):
             spare.keep(gentle=False)
@@ -48,6 +48,14 @@ async def _run(config: settings.Settings) -> int:
         return await daemon.run(config, spare)
     finally:
         spare.drop()
+
+
+def _seats(gpu: settings.Gpu) -> hardware.Seats:
+    seats = hardware.seats(gpu.share, gpu.parts, gpu.devices, gpu.memory_bytes, hardware.cards)
+    if gpu.share == "mig" and not seats:
+        why = "no MIG instance was found, so workers share the whole card: see `appliance doctor`"
+        structlog.get_logger().warning("card_not_cut", why=why)
+    return seats
 
 
 class _StandardError:
@@ -161,5 +169,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=("auto", "fp32", "int8"), help="where it passed the gate (default auto)")
     add("--state-dir", metavar="DIR", type=Path, help="where the daemon keeps its state")
     add("--config", metavar="FILE", type=Path, help=f"settings (default {settings.SYSTEM_CONFIG} when it exists)")
-    add("--profile", metavar="NAME", default="cpu", help="defaults for a kind of machine (default cpu)")
+    add("--profile", metavar="NAME", default="", help="defaults for a kind of machine (default: as it is)")
     return parser

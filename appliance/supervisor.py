@@ -121,6 +121,11 @@ class Supervisor:
         return self._life.process.pid if self._life else None
 
     @property
+    def device(self) -> str:
+        """The part of a GPU on which the present worker was put; empty where there was no choice."""
+        return self._life.device if self._life else ""
+
+    @property
     def waiting(self) -> int:
         """Requests that wait in the queue."""
         return len(self._schedule)

@@ -67,6 +67,10 @@ class Open:
     gentle: bool = False
     """Others serve meanwhile: load and prove on a thread of low priority, and once more when memory is given back, so
     that the first request meets a warm model."""
+    gpu_only: bool = False
+    """The CPU may compute no part of a graph in place of a GPU."""
+    gpu_memory_bytes: int = 0
+    """All runs together may take so much memory of a card; 0 is no limit."""
     engines: str = ""
     """Folder with engines of the bundle that this device has made."""
     prepared: str = ""

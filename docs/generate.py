@@ -30,7 +30,7 @@ _INTRODUCTION = f"""# Configuration
 
 Every setting of `appliance run`, made from the settings classes by `docs/generate.py`.
 
-Flags win over `{ENV_PREFIX}*` variables, these over the file, and that over the profile.
+Flags win over `{ENV_PREFIX}*` variables, these over the file, and that over the [profile](server.md#profiles).
 The file is the one given with `--config`, or `/etc/appliance/config.toml`; it is TOML.
 `http.port` below is `port` under `[http]` in the file, and `{ENV_PREFIX}HTTP__PORT` in the environment.
 What is no setting, or has no usable value, ends the start with one sentence that names the key, and the nearest known.

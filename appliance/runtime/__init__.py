@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 from models.errors import ConfigError
 from models.spec import Array, ModelSpec
 
-RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "tensorrt", "tensorrt-rtx", "null"]
+RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx", "null"]
 
 
 class Session(Protocol):
@@ -59,19 +59,31 @@ class WorkerRuntime(Runtime, Protocol):
 
 
 def choose(
-    name: str, *, engines: Sequence[Path] = (), run_limit_bytes: int = 0, prepared: Path | None = None
+    name: str,
+    *,
+    engines: Sequence[Path] = (),
+    run_limit_bytes: int = 0,
+    prepared: Path | None = None,
+    gpu_memory_bytes: int = 0,
+    gpu_only: bool = False,
 ) -> WorkerRuntime:
     """The runtime of that name; only its own libraries are imported.
 
     `engines` are the folders with the plans of a bundle, for a runtime that runs compiled ones; in `prepared` one that
-    optimises graphs as it opens them keeps what it made. With a limit, all runs
-    of all sessions together may take that much memory beside the weights; runtimes of a GPU have none yet.
+    optimises graphs for the CPU as it opens them keeps what it made. With a limit, all runs of all sessions together
+    may take that much memory beside the weights; those of TensorRT have none yet. `gpu_memory_bytes` is a second limit
+    for onnxruntime-cuda, which with `gpu_only` refuses graphs that need the CPU.
     Raises ConfigError for unknown names and missing libraries.
     """
     if name == "onnxruntime-cpu":
         from appliance.runtime.onnx import OnnxRuntime  # noqa: PLC0415 - a worker loads one runtime only
 
         return OnnxRuntime(run_limit_bytes, prepared)
+    if name == "onnxruntime-cuda":
+        from appliance.runtime.onnx import OnnxCudaRuntime  # noqa: PLC0415 - a worker loads one runtime only
+
+        limits = [limit for limit in (run_limit_bytes, gpu_memory_bytes) if limit]
+        return OnnxCudaRuntime(min(limits, default=0), gpu_only=gpu_only)
     if name in {"tensorrt", "tensorrt-rtx"}:
         from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
 

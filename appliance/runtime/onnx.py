@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime as ort
 
 from appliance.runtime.machine import machine
-from models.errors import BadInput, BundleError, InsufficientMemory, ModelError
+from models.errors import BadInput, BundleError, ConfigError, InsufficientMemory, ModelError
 from models.spec import Array, ModelSpec, TensorSpec
 
 _DATATYPES = {
@@ -44,6 +44,7 @@ _IDENTITY = bytes.fromhex(
 """A graph whose output `y` is its input `x`, FP32 [1]: the smallest thing to run."""
 _DOUBLING = 0
 """Arena extension in powers of two. Measured on the detector: 376 MB at most, against 463 MB with exact requests."""
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 _KEPT = 32
@@ -112,25 +113,35 @@ class OnnxRuntime:
 
     name = "onnxruntime-cpu"
     opens_at_once = True
+    _provider, _memory, _arena = _CPU, "Cpu", "cpu:0"
 
-    def __init__(self, run_limit_bytes: int = 0, prepared: Path | None = None) -> None:
+    def __init__(
+        self,
+        run_limit_bytes: int = 0,
+        prepared: Path | None = None,
+        *,
+        provider_options: Mapping[str, str] | None = None,
+    ) -> None:
         """Share one arena of `run_limit_bytes` (0: each session has its own, without a limit).
 
         What graphs are made into is kept in the folder `prepared`, where one is given.
         """
         self._prepared = Prepared(prepared) if prepared else None
-        self._shared = run_limit_bytes > 0
+        self._shared, self._provider_options = run_limit_bytes > 0, dict(provider_options or {})
         if self._shared:
-            info = ort.OrtMemoryInfo("Cpu", ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-            ort.create_and_register_allocator(info, ort.OrtArenaCfg(run_limit_bytes, _DOUBLING, -1, -1))
-            self._smallest = _session(_IDENTITY, self._options(1))
+            info = ort.OrtMemoryInfo(self._memory, ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
+            arena = ort.OrtArenaCfg(run_limit_bytes, _DOUBLING, -1, -1)
+            ort.create_and_register_allocator_v2(self._provider, info, self._provider_options, arena)
+            self._smallest = self._session(_IDENTITY, self._options(1))
             self._shrink = ort.RunOptions()
-            self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+            self._shrink.add_run_config_entry("memory.enable_memory_arena_shrinkage", self._arena)
 
     def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> OnnxSession:
         """Open a graph; one intra-op thread makes results repeatable to the bit on one machine."""
         try:
             return OnnxSession(self._make(graph, threads, few_shapes))
+        except ConfigError:
+            raise
         except Exception as error:  # onnxruntime raises a dozen unrelated types
             msg = f"onnxruntime cannot load this graph: {_first_line(error)}"
             raise BundleError(msg) from error
@@ -148,7 +159,7 @@ class OnnxRuntime:
         options = self._options(threads, few_shapes)
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
-            return OnnxSession(_session(made, options))
+            return OnnxSession(self._session(made, options))
         except Exception:  # it is made again
             return None
 
@@ -157,8 +168,12 @@ class OnnxRuntime:
             options = self._options(threads, few_shapes)
             with contextlib.suppress(Exception), self._prepared.making(_digest(graph)) as path:  # shows again below
                 options.optimized_model_filepath = str(path)
-                return _session(graph, options)
-        return _session(graph, self._options(threads, few_shapes))
+                return self._session(graph, options)
+        return self._session(graph, self._options(threads, few_shapes))
+
+    def _session(self, graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+        providers = [(self._provider, self._provider_options)]
+        return ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
 
     def _options(self, threads: int, few_shapes: bool = True) -> ort.SessionOptions:
         options = ort.SessionOptions()
@@ -180,8 +195,44 @@ class OnnxRuntime:
         return options
 
 
-def _session(graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    return ort.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+class OnnxCudaRuntime(OnnxRuntime):
+    """onnxruntime on the first NVIDIA card that this process sees. Never run on one: see docs/server.md.
+
+    It never takes the CPU for the card in silence: where CUDA cannot be used, it opens nothing. Nodes for which CUDA
+    has no kernel run on the CPU unless that was forbidden.
+    """
+
+    name = "onnxruntime-cuda"
+    opens_at_once = False
+    _provider, _memory, _arena = _CUDA, "Cuda", "gpu:0"
+
+    def __init__(self, run_limit_bytes: int = 0, *, gpu_only: bool = False) -> None:
+        """Take at most `run_limit_bytes` of the card (0: no limit); with `gpu_only` no graph may need the CPU.
+
+        Raises ConfigError where this onnxruntime knows no CUDA, or cannot use it here.
+        """
+        self._gpu_only = gpu_only
+        if _CUDA not in ort.get_available_providers():
+            raise ConfigError(
+                "the installed onnxruntime knows no CUDA: put onnxruntime-gpu in its place, or choose another runtime"
+            )
+        ort.preload_dlls()  # those of NVIDIA's own wheels are on no search path
+        limit = {"gpu_mem_limit": str(run_limit_bytes)} if run_limit_bytes else {}
+        # A search by running each way of a convolution would be made anew for every width of a text line; and TF32's
+        # ten bits of mantissa are outside the tolerance of golden vectors in FP32.
+        told = {"device_id": "0", "cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0", **limit}
+        super().__init__(run_limit_bytes, provider_options=told)
+
+    def _session(self, graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+        if self._gpu_only:
+            options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        session = super()._session(graph, options)
+        if _CUDA not in session.get_providers():
+            raise ConfigError(
+                "onnxruntime-gpu cannot use a card here, and would compute on the CPU: see that driver, CUDA and cuDNN "
+                "are those it is made for (appliance doctor), or choose another runtime"
+            )
+        return session
 
 
 class OnnxSession:

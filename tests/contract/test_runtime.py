@@ -1,7 +1,8 @@
 """Every runtime behind the hardware seam: the same promises, kept by each.
 
 A further runtime joins by a line in `CASES`: how to make a graph that gives its one input `x`,
-FP32 [any, any], back as `y`. TensorRT joins with a stand-in for its library and for the driver.
+FP32 [any, any], back as `y`. TensorRT joins with a stand-in for its library and for the driver, onnxruntime on CUDA
+with one for its provider.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from doubles import cuda_provider
 from onnx import helper
 from support import engines
 
@@ -46,6 +48,7 @@ class Case:
 
 CASES = [
     Case("onnxruntime-cpu", onnx_graph("Identity")),
+    Case("onnxruntime-cuda", onnx_graph("Identity")),
     Case("null", b"{}", "NC"),
     Case("tensorrt", onnx_graph("Identity")),
 ]
@@ -62,6 +65,8 @@ def runtime(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runt
     """The runtime as the worker gets it."""
     if case.name == "tensorrt":
         engines.engine(engines.install(monkeypatch), tmp_path, case.identity, {"x": engines.ANY})
+    if case.name == "onnxruntime-cuda":
+        cuda_provider.install(monkeypatch)
     return choose(case.name, engines=[tmp_path])
 
 
@@ -84,7 +89,8 @@ def test_a_runtime_is_chosen_by_the_name_it_answers_to(runtime: Runtime, case: C
 
 def test_an_unknown_runtime_is_refused_with_those_that_exist() -> None:
     with pytest.raises(
-        ConfigError, match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, tensorrt, tensorrt-rtx, null"
+        ConfigError,
+        match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, onnxruntime-cuda, tensorrt, tensorrt-rtx, null",
     ):
         choose("cuda13")
 
@@ -262,6 +268,46 @@ def test_onnx_a_graph_that_fails_on_inputs_that_fit_is_the_models_fault() -> Non
     with pytest.raises(ModelError, match="the model failed"):
         session.run({"x": matrix(2, 3)})
     assert session.run({"x": np.eye(2, dtype=np.float32)})["y"].tolist() == [[1, 0], [0, 1]]
+
+
+# What only onnxruntime on CUDA can show: it says when there is no card, or not all of a graph runs there.
+
+
+def test_cuda_is_refused_where_the_installed_onnxruntime_knows_none() -> None:
+    with pytest.raises(ConfigError, match="the installed onnxruntime knows no CUDA: put onnxruntime-gpu in its place"):
+        choose("onnxruntime-cuda")
+
+
+@pytest.mark.parametrize("run_limit_bytes", [0, 2**28])
+def test_cuda_never_takes_the_cpu_for_the_card_in_silence(
+    monkeypatch: pytest.MonkeyPatch, run_limit_bytes: int
+) -> None:
+    cuda_provider.install(monkeypatch, works=False)
+    with pytest.raises(ConfigError, match="cannot use a card here, and would compute on the CPU"):
+        choose("onnxruntime-cuda", run_limit_bytes=run_limit_bytes).open(onnx_graph("Identity"), threads=1)
+
+
+def test_cuda_leaves_nodes_to_the_cpu_unless_that_was_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_provider.install(monkeypatch, without_kernel=["Det"])
+    for operator, gpu_only in (("Det", False), ("Abs", True)):
+        choose("onnxruntime-cuda", gpu_only=gpu_only).open(onnx_graph(operator), threads=1)
+    with pytest.raises(BundleError, match="assigned to the default CPU EP"):
+        choose("onnxruntime-cuda", gpu_only=True).open(onnx_graph("Det"), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("run_limit_bytes", "gpu_memory_bytes", "limit"),
+    [(0, 0, None), (2**30, 0, "1073741824"), (2**30, 2**28, "268435456"), (0, 2**28, "268435456")],
+)
+def test_cuda_takes_no_more_of_the_card_than_the_smaller_limit(
+    monkeypatch: pytest.MonkeyPatch, run_limit_bytes: int, gpu_memory_bytes: int, limit: str | None
+) -> None:
+    onnxruntime = cuda_provider.install(monkeypatch)
+    runtime = choose("onnxruntime-cuda", run_limit_bytes=run_limit_bytes, gpu_memory_bytes=gpu_memory_bytes)
+    runtime.open(onnx_graph("Identity"), threads=1)
+    assert onnxruntime.preloaded
+    assert {options.get("gpu_mem_limit") for options in (*onnxruntime.given, *onnxruntime.arenas)} == {limit}
+    assert {options["device_id"] for options in onnxruntime.given} == {"0"}
 
 
 def test_null_takes_the_time_it_was_told_and_no_impossible_one() -> None:

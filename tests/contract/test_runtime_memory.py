@@ -27,6 +27,11 @@ from appliance.runtime import choose
 from models.errors import InsufficientMemory
 
 name, small, large, limit_bytes = sys.argv[1], *map(Path, sys.argv[2:4]), int(sys.argv[4])
+if name == "onnxruntime-cuda":
+    sys.path.append(sys.argv[5])
+    from appliance.runtime import onnx
+    from doubles import cuda_provider
+    onnx.ort = cuda_provider.CudaOnnxRuntime()
 runtime = choose(name, run_limit_bytes=limit_bytes)
 small, large = (runtime.open(path.read_bytes(), threads=1) for path in (small, large))
 gauge = Gauge()
@@ -77,11 +82,14 @@ def graphs(folder: Path, runtime: str) -> tuple[Path, Path]:
     return widened(small, 2 * MIB), widened(large, 128 * MIB)
 
 
-@pytest.mark.parametrize("runtime", ["onnxruntime-cpu", "null"])
+@pytest.mark.parametrize("runtime", ["onnxruntime-cpu", "onnxruntime-cuda", "null"])
 def test_a_run_over_the_limit_is_refused_and_the_next_one_within_it_answers(tmp_path: Path, runtime: str) -> None:
     paths = [str(path) for path in graphs(tmp_path, runtime)]
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, runtime, *paths, str(LIMIT_BYTES)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT, runtime, *paths, str(LIMIT_BYTES), str(Path(__file__).parent.parent)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from appliance import settings
+from appliance import hardware, settings
 from appliance.settings import Settings
 from models.errors import ConfigError
 
@@ -122,7 +122,10 @@ def test_the_variable_that_client_commands_read_does_not_stop_the_daemon(
         ("device_id = 'press/7'", "device_id: "),
         ("device_id = '#'", "device_id: "),
         ("precision = 'int4'", "precision: Input should be 'auto', 'fp32' or 'int8'"),
-        ("runtime = 'openvino'", "runtime: Input should be 'onnxruntime-cpu', 'tensorrt', 'tensorrt-rtx' or 'null'"),
+        (
+            "runtime = 'openvino'",
+            "runtime: Input should be 'onnxruntime-cpu', 'onnxruntime-cuda', 'tensorrt', 'tensorrt-rtx' or 'null'",
+        ),
         ("clock = {assume_synced = 'perhaps'}", "clock.assume_synced: "),
     ],
 )
@@ -164,7 +167,7 @@ def test_every_spelling_of_loopback_is_served(file: Path, host: str) -> None:
     assert load(file, flags={"http": {"host": host}}).http.host == host
 
 
-@pytest.mark.parametrize("profile", ["orin-mega", "", "../profiles/cpu", "CPU"])
+@pytest.mark.parametrize("profile", ["orin-mega", " ", "../profiles/cpu", "CPU"])
 def test_an_unknown_profile_is_refused_with_those_that_exist(file: Path, profile: str) -> None:
     assert refusal(file, profile=profile).startswith(f"there is no profile {profile!r}; known: ")
     assert "cpu" in refusal(file, profile=profile)
@@ -173,6 +176,21 @@ def test_an_unknown_profile_is_refused_with_those_that_exist(file: Path, profile
 @pytest.mark.parametrize("profile", sorted(path.stem for path in settings.PROFILES.glob("*.toml")))
 def test_every_profile_can_be_used(file: Path, profile: str) -> None:
     load(file, profile=profile)
+
+
+def test_a_profile_is_what_was_said_last_or_else_what_suits_the_machine(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "suited", lambda: ("orin-nano", "this machine is a Nano"))
+    assert load(file, profile="").engines.target == "orin-nano"
+    text = "profile = 'orin-nx'\n[limits]\nbatch = 3"
+    assert load(file, text, profile="").engines.target == "orin-nx"
+    monkeypatch.setenv("APPLIANCE_PROFILE", "agx-orin")
+    assert load(file, text, profile="").engines.target == "agx-orin"
+    config = load(file, text, profile="a100")
+    assert (config.profile, config.engines.target, config.limits.batch) == ("a100", "a100", 3)
+    monkeypatch.delenv("APPLIANCE_PROFILE")
+    assert refusal(file, "profile = 5", profile="").startswith("there is no profile 5; known: a100, ")
 
 
 def test_a_configuration_file_that_does_not_exist_is_refused_by_its_path(tmp_path: Path) -> None:
