@@ -42,6 +42,8 @@ app = typer.Typer(
 )
 _sweep = typer.Typer(no_args_is_help=True, help="Measure a graph over every value of one setting.")
 app.add_typer(_sweep, name="sweep")
+_export = typer.Typer(no_args_is_help=True, help="Write a bundle in the form of another server.")
+app.add_typer(_export, name="export")
 app.add_typer(publish_cli.app, name="publish")
 app.add_typer(command_cli.app, name="command")
 app.add_typer(enroll_cli.app, name="enroll")
@@ -406,6 +408,32 @@ def sweep_gqa(
     _print_swept(swept)
     if plot:
         _out.print(f"plot: {plot}")
+
+
+@_export.command(name="triton", epilog=_epilog("provision export triton ppocr-v4 --out models"))
+def export_triton(
+    bundle: Bundle,
+    out: Annotated[Path, typer.Option("--out", help="Model repository to write into; may hold other models.")],
+    precision: Annotated[str, typer.Option(help="Of every graph.")] = "fp32",
+    batch: Annotated[int, typer.Option(min=0, max=64, help="Most requests in one run.")] = 8,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Run on the CPU, not on a card.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write each graph as a model of NVIDIA Triton, with the same names and batches, and a warm-up.
+
+    A version that is newer lies beside the one before.
+    """
+    from models import schema  # noqa: PLC0415 - see the top
+    from models.folder import BundleFolder  # noqa: PLC0415
+    from provisioning import triton  # noqa: PLC0415
+
+    exported = triton.export(BundleFolder(bundle), out, precision=precision, batch=batch, gpu=not cpu)
+    if as_json:
+        _print_json(schema.dump(exported))
+        return
+    for one in exported:
+        batches = f"batches up to {one.batch}" if one.batch else "no batches"
+        _out.print(f"{out / one.model}: version {one.version}, {one.precision}, {batches}", markup=False)
 
 
 def _print_swept(swept: Swept) -> None:
