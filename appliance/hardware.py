@@ -27,7 +27,7 @@ _PROFILES = (
 )
 _CARD = re.compile(r"GPU (\d+): (.+?) \(UUID: (GPU-[^)]+)\)")
 _INSTANCE = re.compile(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)")
-_OFFER = re.compile(r"\|\s+(\d+)\s+MIG (\S+)\s+(\d+)\s+\d+/(\d+)\s+([\d.]+)\s+\S+\s+(\d+)\s")
+_OFFER = re.compile(r"\|\s+(\d+)\s+MIG (\S+)\s+(\d+)\s+\d+/(\d+)\s+[\d.]+\s+\S+\s+(\d+)\s")
 _PLAIN = re.compile(r"\d+g\.\d+gb")
 """Sizes without extensions (`+me`, `+gfx`), of which a card has one at most."""
 _A100 = ((7, "19", 14), (4, "15", 14), (3, "14", 28), (2, "9", 42), (1, "0", 98))
@@ -76,7 +76,6 @@ class Offer:
     """Instances of this size that the whole card holds."""
     number: str
     multiprocessors: int
-    memory_gib: float = 0.0
 
 
 def listed(listing: str, modes: str = "") -> list[Card]:
@@ -101,8 +100,8 @@ def cards(run: Run = output) -> list[Card]:
 def offers(table: str, index: int) -> list[Offer]:
     """What `nvidia-smi mig -lgip` offers on a card."""
     return [
-        Offer(int(most), number, int(multiprocessors), float(memory_gib))
-        for card, size, number, most, memory_gib, multiprocessors in _OFFER.findall(table)
+        Offer(int(most), number, int(multiprocessors))
+        for card, size, number, most, multiprocessors in _OFFER.findall(table)
         if int(card) == index and _PLAIN.fullmatch(size)
     ]
 
@@ -119,7 +118,7 @@ def cut(card: Card, parts: int, offered: Sequence[Offer]) -> list[str]:
     able = [one for one in known if one.most >= parts]
     if not able:
         return []
-    size = max(able, key=lambda one: (one.multiprocessors, one.memory_gib))
+    size = max(able, key=lambda one: (one.multiprocessors, -one.most))  # where fewer fit, each has more memory
     if card.instances:
         steps += [f"sudo nvidia-smi mig {this} -dci", f"sudo nvidia-smi mig {this} -dgi"]
     return [*steps, f"sudo nvidia-smi mig {this} -cgi {','.join([size.number] * parts)} -C", "nvidia-smi -L"]

@@ -66,7 +66,7 @@ def test_cards_are_listed_with_their_instances() -> None:
 
 def test_sizes_are_read_from_the_table_without_those_that_a_card_has_once() -> None:
     offered = hardware.offers(said("on")(["nvidia-smi", "mig", "-lgip"]), 0)
-    assert offered[:2] == [Offer(7, "19", 14, 4.75), Offer(4, "15", 14, 9.62)]
+    assert offered[:2] == [Offer(7, "19", 14), Offer(4, "15", 14)]
     assert [one.number for one in offered] == ["19", "15", "14", "9", "5", "0"]
     assert hardware.offers("No MIG-supported devices found.\n", 0) == hardware.offers("", 0) == []
 
