@@ -52,7 +52,8 @@ def test_a_new_version_lies_beside_the_one_before_and_the_same_one_is_not_counte
     out = tmp_path / "out"
     found = []
     for number, scale in enumerate((2, 2, 3, 4)):
-        bundle = BundleFolder(tiny.scale_bundle(tmp_path / str(number), scale))
+        (folder := tmp_path / str(number)).mkdir()
+        bundle = BundleFolder(tiny.scale_bundle(folder / "scale", scale))
         found.append(triton.export(bundle, out, gpu=False)[0].version)
     assert found == [1, 1, 2, 3]
     assert {path.name for path in (out / "scale.g").iterdir()} == {"config.pbtxt", "2", "3"}
