@@ -290,7 +290,9 @@ class CloudSync:
     def _batch(self, now: float) -> _Sent:
         most_bytes = min(self._fit.most_bytes, self._allowance.left_bytes(now))
         acks = Acks(tuple(sorted(self._orders.safe)), tuple(sorted(self._opinions.safe)))
-        state = orjson.dumps({**lasting_state(self._service.status()), "labels": self._config.labels})
+        status = self._service.status()
+        profile = status.get("profile", {}).get("name", "")
+        state = orjson.dumps({**lasting_state(status), "profile": profile, "labels": self._config.labels})
         batch = Batch(
             batch_id=uuid.uuid4().hex,
             device_id=self._service.device_id,

@@ -8,7 +8,7 @@ import platform
 import re
 import time
 from collections.abc import Mapping
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from appliance.runtime import Session
@@ -32,7 +32,14 @@ def machine(cpuinfo: str | None = None, runtime: str = "onnxruntime-cpu") -> dic
     for key in _FEATURES:
         if key in facts:
             found["features"] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]
-    return found | ({"onnxruntime": version("onnxruntime")} if runtime == "onnxruntime-cpu" else {"runtime": runtime})
+    return found | ({"onnxruntime": _onnxruntime()} if runtime == "onnxruntime-cpu" else {"runtime": runtime})
+
+
+def _onnxruntime() -> str:
+    try:
+        return version("onnxruntime")
+    except PackageNotFoundError:  # the package for CUDA stands in its place, and computes on the CPU as well
+        return version("onnxruntime-gpu")
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:
