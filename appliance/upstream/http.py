@@ -164,6 +164,10 @@ class FleetDoor:
         self._fleet, self._campaigns, self._tokens = fleet, campaigns, tokens
         self._samples, self._changes, self._bodies = samples, changes, bodies
 
+    def ready(self) -> Response:
+        """200 while the database answers: what a balancer of replicas should ask."""
+        return Json({"ready": True, **self._fleet.counts()})
+
     def devices(
         self,
         group: str = "",
@@ -283,6 +287,7 @@ def build(sync_door: SyncDoor, door: FleetDoor) -> openapi.App:
     app.post(sync.PATH, **openapi.answers(403, 413, 415, 503))(sync_door.exchange)
     device, campaign = "/v1/fleet/devices/{device_id}", "/v1/fleet/campaigns/{campaign}"
     routes: dict[str, dict[str, Callable[..., Any]]] = {
+        "/v1/fleet/ready": {"GET": door.ready},
         "/v1/fleet/devices": {"GET": door.devices},
         device: {"GET": door.device, "PATCH": door.change, "DELETE": door.retire},
         "/v1/fleet/campaigns": {"GET": door.campaigns, "POST": door.begin},

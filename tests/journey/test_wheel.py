@@ -57,6 +57,21 @@ def test_the_installed_wheel_serves_a_bundle(installed: Path, reading_bundle: Pa
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
+def test_the_installed_wheel_says_what_the_role_of_upstream_needs(installed: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [installed / "appliance", "run", "--role", "upstream", "--http", "127.0.0.1:0", "--state-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "install edge-appliance[upstream], or choose --role device" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("package", ["models", "kernels"])
 def test_the_daemon_refuses_to_start_with_a_foreign_package_of_our_name(
     installed: Path, tmp_path: Path, package: str

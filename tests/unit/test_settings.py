@@ -256,3 +256,9 @@ def test_an_enrolled_device_shows_its_certificate_to_upstream_where_that_is_wish
     config = load(file, "[identity]\nupstream = true\n[upstream]\nurl = 'https://upstream.example'")
     files = config.identity_files
     assert (config.upstream.certificate, config.upstream.ca) == (files.certificate, files.authority)
+
+
+def test_a_data_centre_server_is_the_fleets_home_unless_it_is_told_otherwise() -> None:
+    assert settings.load(profile="a100", config=None, flags={}).role == "upstream"
+    assert settings.load(profile="a100", config=None, flags={"role": "device"}).role == "device"
+    assert settings.load(profile="cpu", config=None, flags={}).role == "device"

@@ -232,6 +232,7 @@ def test_while_the_database_does_not_answer_nothing_is_acknowledged(
     other = sqlite3.connect(tmp_path / "upstream.db")
     try:
         other.execute("BEGIN IMMEDIATE")
+        assert server.ask("GET", f"{FLEET}/ready").json()["ready"]  # it can still be read
         answer = server.sync(schema.dump(device.batch()), token)
         assert answer.status_code == 503
         assert "the database does not answer" in error_of(answer)
