@@ -215,28 +215,34 @@ def outcome(report: Mapping[str, Any]) -> str:
 def latency_ratio(report: Mapping[str, Any]) -> float | None:
     """How many times slower the new version answers, by the live requests of its trial, else by those of the gate."""
     found: dict[str, float] = {}
-    for verdict in report.get("verdicts") or ():
-        figures = verdict.get("figures") or {}
+    for verdict in tables(report.get("verdicts")):
+        figures = table(verdict.get("figures"))
         for key, before in figures.items():
             new = figures.get(key.replace("before_p95_ms", "new_p95_ms"))
-            if key.endswith("before_p95_ms") and new and before:
+            if key.endswith("before_p95_ms") and isinstance(new, float | int) and isinstance(before, float | int):
                 step = str(verdict.get("step"))
-                found[step] = max(found.get(step, 0.0), new / before)
+                found[step] = max(found.get(step, 0.0), new / before if before > 0 else 0.0)
     return found.get("trial", found.get("latency"))
 
 
 def settled(state: Mapping[str, Any]) -> dict[str, str]:
     """Model -> version that a device serves and that is not on trial, by what it reports as its state."""
-    update = state.get("update") or {}
-    latest = update.get("latest") or {}
-    models = {str(one.get("name")): str(one.get("version")) for one in state.get("models") or ()}
+    latest = table(table(state.get("update")).get("latest"))
+    models = {str(one.get("name")): str(one.get("version")) for one in tables(state.get("models"))}
     if latest and not latest.get("committed"):
-        models = {name: found for name, found in models.items() if (name, found) != _of(latest)}
+        on_trial = str(latest.get("name")), str(latest.get("version"))
+        models = {name: version for name, version in models.items() if (name, version) != on_trial}
     return models
 
 
-def _of(deployment: Mapping[str, Any]) -> tuple[str, str]:
-    return str(deployment.get("name")), str(deployment.get("version"))
+def table(found: object) -> Mapping[str, Any]:
+    """A part of a report, which may be of any form; empty where it is no table."""
+    return found if isinstance(found, dict) else {}
+
+
+def tables(found: object) -> list[Mapping[str, Any]]:
+    """The tables in a part of a report that should be a list of them."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def _broken(plan: Plan, index: int, tally: Tally) -> str:

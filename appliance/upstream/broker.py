@@ -41,6 +41,8 @@ _LEAVING_S = 1.0
 _SHARED_EXPIRY_S = 300
 """Of several servers one that was cut off must be back so soon: until then its share waits for it."""
 _RETRY_S = 2.0
+_LONGEST_NUMBER = 18
+"""Digits of a session, so that it fits into 64 bits."""
 
 
 class Listener:
@@ -150,4 +152,5 @@ def _read(message: paho.MQTTMessage) -> tuple[str, str, bytes, int] | None:
         except (ValueError, AttributeError):
             return None
     number = str(session)
-    return found[1], found[2], bytes(message.payload), int(number) if number.isdecimal() else 0
+    known = number.isdecimal() and len(number) <= _LONGEST_NUMBER
+    return found[1], found[2], bytes(message.payload), int(number) if known else 0

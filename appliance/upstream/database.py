@@ -14,9 +14,9 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Table, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
 
-from models.errors import ConfigError, Unavailable
+from models.errors import BadInput, ConfigError, Unavailable
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _WAIT_S = 30
@@ -53,13 +53,13 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that changes nothing; raises Unavailable when the database does not answer."""
+        """A transaction that changes nothing; raises Unavailable when the database does not answer, and BadInput."""
         with _reached(), self._engine.connect() as connection, connection.begin():
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction, durable when the context is left; raises Unavailable, and then nothing was changed.
+        """A transaction, durable when the context is left; raises Unavailable, BadInput, and then nothing was changed.
 
         A commit whose answer was lost may have happened all the same.
         """
@@ -129,6 +129,9 @@ def _begin(connection: Connection) -> None:
 def _reached() -> Iterator[None]:
     try:
         yield
+    except DataError as error:
+        msg = f"the database cannot hold that ({_first_line(error)}): shorten it"
+        raise BadInput(msg) from error
     except (OperationalError, InterfaceError, sqlalchemy.exc.TimeoutError) as error:
         msg = f"the database does not answer ({_first_line(error)}): retry shortly"
         raise Unavailable(msg, _RETRY_S) from error

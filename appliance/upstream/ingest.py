@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
+import structlog
 from sqlalchemy import Connection, Row, delete, literal, select, union_all, update
+from sqlalchemy.exc import DataError
 
 from appliance.core import campaign as rules
 from appliance.upstream import tables as t
@@ -22,6 +24,8 @@ from models import schema, sync
 from models.errors import BadInput, Forbidden
 from models.schema import SchemaError
 from models.sync import Answer, Batch, Desired, Item, Opinion, Ordered, Sample
+
+log = structlog.get_logger()
 
 MQTT = "mqtt"
 """In the place of an incarnation, for what came by MQTT; numbers are digests there, as a report has none."""
@@ -53,7 +57,8 @@ class Ingest:
             now = self._now()
             device, stream = self._life(tx, batch, now)
             restored = batch.exchange > stream.exchange
-            late = _late(batch, stream) or batch.incarnation != device.incarnation
+            present = batch.incarnation == device.incarnation
+            late = _late(batch, stream) or not present
             if restored:
                 _note(tx, now, "restored", device_id, {"exchange": batch.exchange, "known": stream.exchange})
             seen = update(t.devices).where(t.devices.c.device_id == device_id)
@@ -75,18 +80,22 @@ class Ingest:
                     received=_merged(stream.received, [item.number for item in fresh]),
                 )
             )
-            lacks_state = (restored or late or device.state is None) and (batch.state is None or late)
-            desired = _desired(tx, device)
-            return Answer(
+            answer = Answer(
                 received=sync.ranges(item.number for item in batch.items),
                 wait_s=self._pace(),
                 most_bytes=most_bytes,
+                exchange=exchange,
+            )
+            if not present:  # another board has the name by now: what is for that one must not be done twice
+                return answer
+            desired = _desired(tx, device)
+            return replace(
+                answer,
                 # A copy of long ago knows less than the device does: first it is heard.
                 desired=None if desired.etag == batch.etag or restored else desired,
                 commands=_open_orders(tx, device_id, now),
                 opinions=_open_opinions(tx, device_id),
-                exchange=exchange,
-                send_state=lacks_state,
+                send_state=(restored or late or device.state is None) and (batch.state is None or late),
             )
 
     def _life(self, tx: Connection, batch: Batch, now: float) -> tuple[Row[Any], Row[Any]]:
@@ -172,7 +181,7 @@ class Ingest:
         self._database.add(tx, t.samples, row)
 
     def _state(self, tx: Connection, device_id: str, state: Mapping[str, Any], *, session: int = 0) -> None:
-        models = [one for one in state.get("models") or () if isinstance(one, dict)]
+        models = rules.tables(state.get("models"))
         degraded = next((str(one["degraded"]) for one in models if one.get("degraded")), "")
         tx.execute(
             update(t.devices)
@@ -186,9 +195,8 @@ class Ingest:
                 session=session,
             )
         )
-        reported = state.get("labels")
-        if isinstance(reported, dict):
-            self._reported_labels(tx, device_id, reported)
+        if "labels" in state:
+            self._reported_labels(tx, device_id, rules.table(state["labels"]))
 
     def _reported_labels(self, tx: Connection, device_id: str, reported: Mapping[str, Any]) -> None:
         """Keep the labels that a device gives itself; those that were set here win."""
@@ -239,15 +247,20 @@ class Ingest:
         Of a device that brings its reports by /v1/sync only state and availability are taken, so nothing counts twice.
         """
         with self._database.writing() as tx:
-            for device_id, topic, payload, session in reports:
+            for report in reports:
+                self._told_or_lost(tx, *report)
+
+    def _told_or_lost(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
+        """Take one in, or give it up if it cannot be kept: it would come again for ever, and hold up the others."""
+        try:
+            with tx.begin_nested():
                 self._told(tx, device_id, topic, payload, session)
+        except (DataError, Forbidden) as error:
+            log.warning("fleet_report_lost", device=device_id[:100], topic=topic[:100], reason=str(error)[:200])
 
     def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
         now = self._now()
-        try:
-            device = self._registered(tx, device_id, now)
-        except Forbidden:
-            return
+        device = self._registered(tx, device_id, now)
         ours = t.devices.c.device_id == device_id
         if topic == "availability":
             word = "online" if payload == b"online" else "offline"
@@ -271,7 +284,8 @@ class Ingest:
             return
         digest = hashlib.sha256(f"{topic}\0".encode() + payload).digest()
         at = document.get("at", document.get("started_at"))
-        item = Item(int.from_bytes(digest[:8], "big") >> 1, kind, float(at or now), document)
+        made_at = float(at) if isinstance(at, float | int) else now
+        item = Item(int.from_bytes(digest[:8], "big") >> 1, kind, made_at, document)
         self._keep(tx, device_id, MQTT, [item], now)
 
 

@@ -231,7 +231,9 @@ def test_a_device_that_was_flashed_anew_under_its_name_counts_from_one_again(ups
     new.state = running("2")
     new.tell("alarm", text="after")
     assert new.report().received == ((1, 1),)
-    upstream.exchange(stray)  # what the old one had still on its way
+    upstream.fleet.command("ann", {"device": "d"}, [order("d", "o-1")])
+    heard = upstream.exchange(stray)  # what the old one had still on its way
+    assert (heard.commands, heard.desired, heard.send_state) == ((), None, False)
     shown = upstream.fleet.device("d")
     assert (shown["incarnation"], shown["versions"]["m"]["version"]) == ("life-2", "2")
     assert {event["text"].partition(":")[0] for event in shown["timeline"]} >= {"before", "after", "flashed anew"}
@@ -719,6 +721,32 @@ def test_what_a_device_brings_by_sync_is_not_taken_from_mqtt_again(upstream: Ups
     for rubbish in (b"", b"[", b"[]", b"\xff"):
         told(upstream, "state", rubbish, device_id="d0")
     assert upstream.fleet.device("d0")["versions"]["m"]["version"] == "1"
+
+
+def test_a_message_that_cannot_be_kept_keeps_no_other_from_being_taken(upstream: Upstream) -> None:
+    odd: list[Any] = [{"models": 7, "update": [1], "labels": "x", "profile": {}}, {"models": [3, {"name": ["x"]}]}]
+    upstream.ingest.told(
+        [
+            *(("d", "state", orjson.dumps({**document, "session": 1}), 1) for document in odd),
+            ("d", "telemetry", b'{"at": "noon"}', 0),
+            ("d", "deployments", b'{"verdicts": 1, "started_at": []}', 0),
+            ("x" * 200, "telemetry", b"{}", 0),  # PostgreSQL takes no such name
+            ("e", "state", orjson.dumps({**running("1"), "session": 1}), 1),
+        ]
+    )
+    assert upstream.fleet.device("e")["versions"]["m"]["version"] == "1"
+    assert upstream.fleet.device("d")["versions"] == {"['x']": {"version": None, "digest": None}}
+
+
+def test_what_a_database_cannot_hold_is_refused_as_the_devices_fault(upstream: Upstream) -> None:
+    device = upstream.device("d")
+    device.state = {**running("1"), "update": 7, "models": [{"name": "m", "version": "1", "digest": "d1"}, 5]}
+    device.report()
+    assert upstream.fleet.device("d")["versions"]["m"]["version"] == "1"
+    device.tell("sample", **{**sample(1), "sample_id": "s" * 4000})
+    if upstream.database.is_shared:
+        with pytest.raises(BadInput, match="the database cannot hold that"):
+            device.report()
 
 
 # Tokens and the log
