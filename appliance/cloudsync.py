@@ -365,6 +365,7 @@ class CloudSync:
             if sync.within(answer.received, number):
                 self._spool.settled(number)
         self._spool.disconnected()  # the others wait again
+        narrowing = self._fit.suspect is not None
         guilty = self._fit.passed(answer.most_bytes)
         if guilty is not None:
             log.warning("sync_item_refused", number=guilty, reason="the server does not understand it")
@@ -377,7 +378,8 @@ class CloudSync:
         self._orders.acknowledged(sent.acks.commands)
         self._opinions.acknowledged(sent.acks.opinions)
         self._hear(answer)
-        self._set_pace(answer, now, more=answer.send_state or (bool(sent.numbers) and self._sendable()))
+        more = (narrowing or bool(sent.numbers)) and self._sendable()
+        self._set_pace(answer, now, more=more or answer.send_state)
 
     def _hear(self, answer: Answer) -> None:
         """Take what the server says besides."""

@@ -49,20 +49,26 @@ class Allowance:
 class Fit:
     """How much goes into one batch, by what the server says to those before.
 
-    One that it does not understand is halved until a single item stands alone. That one is given up only when a batch
-    without any is understood: what is wrong with all batches must not cost an item.
+    One that it does not understand is halved until a single item stands alone. That one is given up only when it was
+    refused twice, and a batch without any understood after each time: what is wrong with all batches, or was for a
+    moment, must not cost an item.
     """
 
     most_bytes: int = sync.MOST_BYTES
     most_items: int = MOST_ITEMS
     suspect: int | None = None
-    """Number of the item that is given up when a batch without it passes."""
+    """Number of the item that was refused alone last."""
+    doubted: int | None = None
+    """Number of the item after whose refusal a batch without any passed."""
 
     def passed(self, most_bytes: int) -> int | None:
         """A batch was taken, and the next may have `most_bytes`; the number of the item to give up, if there is one."""
         self.most_bytes, self.most_items = most_bytes, min(MOST_ITEMS, max(1, 2 * self.most_items))
-        guilty, self.suspect = self.suspect, None
-        return guilty
+        suspect, self.suspect = self.suspect, None
+        if suspect is None or suspect == self.doubted:
+            return suspect
+        self.doubted = suspect
+        return None
 
     def too_large(self, most_bytes: int) -> None:
         """A batch was too large; 0: the server does not say for what."""

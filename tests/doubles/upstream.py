@@ -13,6 +13,7 @@ from models.schema import SchemaError
 from models.sync import Answer, Batch, Desired, Item, Opinion, Ordered, Refusal
 
 DOWN = Reply(reason="connection refused")
+LOST = Reply(reason="the connection broke", unsure=True, moved_bytes=1000)
 
 
 class MemoryUpstream:

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 from support import tiny
-from support.daemon import StartDaemon
+from support.broker import Listener, Mosquitto, needs_mosquitto
+from support.daemon import Daemon, StartDaemon
 from support.processes import eventually, free_port
 
-pytestmark = [pytest.mark.journey, pytest.mark.long]
+pytestmark = [pytest.mark.journey, pytest.mark.long, needs_mosquitto]
 
 
 def test_a_camera_that_waits_gets_the_better_answer_and_the_server_counts_who_agrees(
-    start_daemon: StartDaemon, tmp_path: Path
+    start_daemon: StartDaemon, broker: Mosquitto, tmp_path: Path
 ) -> None:
+    broker.start()
     doubtful = tiny.guess_bundle(tmp_path / "guess", 0.55, 0.45)
     (tmp_path / "larger").mkdir()
     larger = tiny.guess_bundle(tmp_path / "larger" / "guess", 0.05, 0.95)
@@ -34,7 +36,7 @@ def test_a_camera_that_waits_gets_the_better_answer_and_the_server_counts_who_ag
     token = tmp_path / "token"
     token.write_text(made.raise_for_status().json()["token"])
     device = start_daemon(
-        *("--bundle", str(doubtful)),
+        *("--bundle", str(doubtful), "--mqtt", broker.address),
         folder="device",
         APPLIANCE_DEVICE_ID="dock-7",
         APPLIANCE_UPSTREAM__URL=home.url,
@@ -45,10 +47,17 @@ def test_a_camera_that_waits_gets_the_better_answer_and_the_server_counts_who_ag
         APPLIANCE_SECOND_OPINION__WAIT_S="60",
     )
     device.wait_serving(30).wait_ready()
+    with Listener(broker.port) as listener:
+        _ask(device, home, listener)
+
+
+def _ask(device: Daemon, home: Daemon, listener: Listener) -> None:
     picture = tiny.jpeg(64, 48)
-    at_once = device.http.post("/v1/models/guess/predict", content=picture).json()
+    at_once = device.http.post("/v1/models/guess/predict?source=gate-3", content=picture).json()
     assert [one["label"] for one in at_once["classes"]] == ["0", "1"]
     assert "second_opinion" not in at_once
+    told = listener.wait_for("appliance/dock-7/results/guess", 60, second_opinion=True).document
+    assert ([one["label"] for one in told["classes"]], told["source"], told["agrees"]) == (["1", "0"], "gate-3", False)
     waited = device.http.post("/v1/models/guess/predict?escalate=wait", content=picture).json()
     opinion = waited["second_opinion"]
     assert [one["label"] for one in waited["classes"]] == ["0", "1"]

@@ -64,7 +64,7 @@ def test_a_device_reports_obeys_and_follows_its_upstream(
 
 @pytest.mark.long
 def test_what_happens_while_the_server_is_away_or_the_device_is_killed_arrives_once(
-    start_null: StartDaemon, upstream: ServedUpstream, tmp_path: Path
+    start_null: StartDaemon, upstream: ServedUpstream, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     memory = upstream.memory
     upstream.token = "another"  # noqa: S105 - of nobody: it lets nobody in
@@ -80,3 +80,11 @@ def test_what_happens_while_the_server_is_away_or_the_device_is_killed_arrives_o
     moments = [payload["at"] for payload in payloads(upstream, "telemetry")]
     assert len(moments) == len(set(moments))
     assert len({key[1] for key in memory.items}) == 1
+    first = eventually(lambda: (now := daemon.status()["sync"])["exchanges"] and now, "exchanges come off", 30)
+    last = eventually(
+        lambda: (now := daemon.status()["sync"])["exchanges"] >= first["exchanges"] + 10 and now, "more of them", 60
+    )
+    moved_bytes = (last["moved_bytes"] - first["moved_bytes"]) / (last["exchanges"] - first["exchanges"])
+    with capsys.disabled():
+        print(f"\nsync: {moved_bytes:.0f} bytes an exchange with one telemetry item, 600 of them for headers")
+    assert moved_bytes < 3000

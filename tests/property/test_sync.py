@@ -64,6 +64,14 @@ def test_of_a_batch_with_one_bad_item_that_one_is_found_and_the_others_pass(coun
     assert fit.suspect is None
 
 
+def test_an_item_that_is_refused_once_is_tried_again() -> None:
+    fit = Fit()
+    fit.not_understood([7])
+    assert (fit.most_items, fit.passed(1000)) == (0, None)
+    fit.not_understood([7])
+    assert fit.passed(1000) == 7
+
+
 @given(st.lists(st.integers(0, 5000), max_size=30))
 def test_a_batch_that_was_too_large_is_followed_by_a_smaller_one(said: list[int]) -> None:
     fit = Fit()
