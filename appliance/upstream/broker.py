@@ -95,6 +95,7 @@ class Listener:
         told.SessionExpiryInterval = min(self._broker.session_expiry_s, _SHARED_EXPIRY_S if self._shared else 2**32 - 2)
         told.ReceiveMaximum = _MOST_MESSAGES
         client.on_connect = lambda client, _data, _flags, reason, _more: self._subscribe(client, reason)
+        client.on_subscribe = lambda *_facts: self._subscribed()
         client.on_message = lambda _client, _data, message: messages.append(message)
         client.connect(
             self._broker.host, self._broker.port, self._broker.keepalive_s, clean_start=False, properties=told
@@ -136,8 +137,11 @@ class Listener:
         plain = [f"appliance/+/{topic}" for topic in _RETAINED]
         client.subscribe([(topic, 1) for topic in plain])
         client.unsubscribe(plain)
-        self.connected = True
-        log.info("fleet_mqtt_up", broker=self._broker.host, port=self._broker.port)
+
+    def _subscribed(self) -> None:
+        if not self.connected:
+            self.connected = True
+            log.info("fleet_mqtt_up", broker=self._broker.host, port=self._broker.port)
 
 
 def _read(message: paho.MQTTMessage) -> tuple[str, str, bytes, int] | None:

@@ -225,7 +225,7 @@ def test_more_batches_than_can_be_in_hand_are_told_to_come_later(
 def test_while_the_database_does_not_answer_nothing_is_acknowledged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(databases, "_WAIT_S", 0.2)
+    monkeypatch.setattr(databases, "_WAIT_S", 1.0)
     server = Server(tmp_path)
     device, token = server.device("d"), server.token("device", "d")
     device.tell("alarm", text="hot")
