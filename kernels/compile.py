@@ -30,7 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels import conv_attention, ctc_head
-from kernels.plan import ARCHS, HeadVariant, NeckVariant, head_variants, neck_variants, source_digest
+from kernels.plan import ARCHS, HeadVariant, NeckVariant, head_variants, neck_variants, slot_words, source_digest
 from kernels.reference import Form, Neck
 from models.errors import ConfigError, WorkshopError
 
@@ -98,6 +98,14 @@ def compile_variant(variant: NeckVariant | HeadVariant, out: Path) -> Metadata:
     target = GPUTarget("cuda", int(variant.arch[3:]), 32)
     built = triton.compile(source, target=target, options={"num_warps": warps, "ptx_version": PTX_VERSION})
     ptx: str = built.asm["ptx"]
+    shared_bytes: int = built.metadata.shared
+    if isinstance(variant, NeckVariant) and variant.tuning.cluster:
+        # Triton gives no hold on a cluster whose programs are different ones, but PTX states it in one line.
+        ptx = re.sub(r"(\.reqntid \d+.*)", r"\1\n.explicitcluster\n.reqnctapercluster 2, 1, 1", ptx, count=1)
+        if shared_bytes > variant.tuning.cluster:
+            msg = f"{variant.name} needs {shared_bytes} bytes of shared memory where its cluster exchanges"
+            raise WorkshopError(msg)
+        shared_bytes = variant.tuning.cluster + 4 * slot_words(variant.spec) + 64  # and six barriers
     cubin, report = _assemble(ptx)
     numbers = {key: int(found[1]) for key, found in report.items()}
     metadata = Metadata(
@@ -105,7 +113,7 @@ def compile_variant(variant: NeckVariant | HeadVariant, out: Path) -> Metadata:
         arch=variant.arch,
         entry=built.metadata.name,
         warps=warps,
-        shared_bytes=built.metadata.shared,
+        shared_bytes=shared_bytes,
         cubin_bytes=len(cubin),
         cubin_sha256=hashlib.sha256(cubin).hexdigest(),
         ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),

@@ -5,20 +5,21 @@ One operator, one file, so more than 400 lines: its phases share too many tensor
 
 Axes in names:
     B images, T tokens of a line, R rows of a program (16), K reduction, N columns, D padded head size (16)
-    S programs that share the channels of one row tile, G local key/value heads, X query heads of one of them
+    S programs that share the channels of one row tile (1 or 2), G local key/value heads, X query heads of one of them
 
 How the work is cut
     An image is ceil(T / valid) row tiles of R = 16 rows (16 is the matrix unit's smallest M): `valid` rows that the
     tile owns and `halo` rows each side that it computes again, so that the last convolution needs no neighbour.
     The channels of a tile are cut over S programs, each with 1/S of nearly all weights: a chain of small products is
-    bound by latency, and small batches leave most multiprocessors idle. S = 2 was the best (docs/kernels.md).
-What crosses programs (through scratch in L2, never called "on chip" here)
-    keys and values of own rows, once a block, between the tiles of an image;
-    partial sums of 16 x 128, twice a block and once at each end, between the S programs of a tile.
+    bound by latency, and small batches leave most multiprocessors idle.
+What crosses programs
+    keys and values of own rows, once a block, between the tiles of an image: through scratch in L2;
+    partial sums of 16 x 128, twice a block and once at each end, between the two programs of a tile: on Hopper from
+    one's shared memory to the other's (CLUSTER), elsewhere through scratch in L2.
 How it crosses
-    The data is its own flag. Scratch at rest holds -1 in every word (a NaN that arithmetic never produces, and that
-    a store replaces), a reader reads until no -1 is left, and owners write -1 back once causality proves that all have
-    read: whoever sent exchange i + 1 had read exchange i. No fence and no memset, so a CUDA graph can replay it.
+    The data is its own flag (kernels.exchange). Partial sums have one reader, which puts them back to rest. Keys have
+    as many as the line has tiles, so owners write -1 back once causality proves that all have read: whoever sent the
+    keys of block 1 had read those of block 0. No fence and no memset, so a CUDA graph can replay it.
     Readers wait for programs that must therefore run at the same time: launch cooperatively (kernels.launch does).
     Where that many programs do not fit, PHASE 0, 1, 2 are three launches with S = 1 in which nobody waits.
 Why it is correct to fold biases
@@ -32,6 +33,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kernels.exchange import join_cluster, open_cluster, swap, wait_code, wait_operands
 
 # The interpreter has no inline assembly and runs programs one after another.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -98,72 +101,23 @@ def _now(w_KN):
 
 
 @triton.jit
-def _publish(at, v_RN, N: tl.constexpr):
-    """Own partial sums to scratch; the one NaN that means "at rest" becomes another NaN."""
-    bits = v_RN.to(tl.int32, bitcast=True)
-    r = tl.arange(0, ROWS)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(at + r, tl.where(bits == -1, 0x7FFFFFFF, bits))
-
-
-@triton.jit
-def _rest(at, N: tl.constexpr):
-    """Own slot back to rest."""
-    r = tl.arange(0, ROWS)[:, None] * N + tl.arange(0, N)[None, :]
-    tl.store(at + r, tl.full([ROWS, N], -1, tl.int32))
-
-
-@triton.jit
-def _look(at, FIRST: tl.constexpr, SLOT: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Sum of the slots FIRST .. S - 1 as they are now, and whether any word is still at rest."""
-    total_RN = tl.zeros([ROWS, N], tl.float32)
-    waiting_RN = tl.zeros([ROWS, N], tl.int32)
-    for s in tl.static_range(FIRST, S):
-        v_RN = tl.load(at + s * SLOT, volatile=True)
-        total_RN += v_RN.to(tl.float32, bitcast=True)
-        waiting_RN |= (v_RN == -1).to(tl.int32)
-    return total_RN, tl.max(waiting_RN)
-
-
-@triton.jit
-def _collect(tile, FIRST: tl.constexpr, SLOT: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Sum over the programs FIRST .. of a tile of what they published, always in the same order.
-
-    One slot after the other, not one [S, R, N] tensor: that put S across warps, each with all rows, and every later
-    normalisation was done four times (55 us for the neck instead of 20).
-    """
-    at = tile + tl.arange(0, ROWS)[:, None] * N + tl.arange(0, N)[None, :]
-    total_RN = tl.zeros([ROWS, N], tl.float32)
-    waiting = 1
-    while waiting > 0:
-        total_RN, waiting = _look(at, FIRST, SLOT, S, N)
-    return total_RN
-
-
-@triton.jit
-def _reduce(v_RN, slots, s, at, SLOT: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Sum of v over the S programs of the tile, in each of them."""
-    if S > 1:
-        _publish(slots + s * SLOT + at, v_RN, N)
-        v_RN = _collect(slots + at, 0, SLOT, S, N)
-    return v_RN
-
-
-@triton.jit
 def _keys_values(kv, key, live, ROW: tl.constexpr, WAIT: tl.constexpr):
     """Keys and values [keys, D] of one key/value head, waited for together."""
     at = kv + key[:, None] * ROW + tl.arange(0, D)[None, :]
     mask = live[:, None]
-    if WAIT:
-        k = tl.full(at.shape, 0, tl.int16)
-        v = k
-        waiting = 1
-        while waiting > 0:
-            k = tl.load(at, mask, other=0, volatile=True)
-            v = tl.load(at + D, mask, other=0, volatile=True)
-            waiting = tl.max(((k == -1) | (v == -1)).to(tl.int32))
-    else:
-        k = tl.load(at, mask, other=0, cache_modifier=".cg")
-        v = tl.load(at + D, mask, other=0, cache_modifier=".cg")
+    k = tl.load(at, mask, other=0, volatile=WAIT)
+    v = tl.load(at + D, mask, other=0, volatile=WAIT)
+    if WAIT and not INTERPRETED:
+        # Coalesced, a thread's elements are neighbours, so the address of the first is enough.
+        EACH: tl.constexpr = at.numel // tl.extra.cuda.num_threads()
+        k, v = tl.inline_asm_elementwise(
+            wait_code(2, EACH, 16, 2 * D),
+            wait_operands(2, EACH, 16),
+            [k, v, at.to(tl.int64)],
+            dtype=(tl.int16, tl.int16),
+            is_pure=False,
+            pack=EACH,
+        )
     return k.to(tl.float16, bitcast=True), v.to(tl.float16, bitcast=True)
 
 
@@ -314,12 +268,13 @@ def neck(
     x, w, b, out, slots, kv, count, T,
     KV_HEADS: tl.constexpr, S: tl.constexpr, V6: tl.constexpr, LONG: tl.constexpr, PHASE: tl.constexpr,
     FRONT: tl.constexpr, FRONT_STAGES: tl.constexpr, MLP: tl.constexpr,
-    BACK: tl.constexpr, BACK_STAGES: tl.constexpr,
+    BACK: tl.constexpr, BACK_STAGES: tl.constexpr, CLUSTER: tl.constexpr,
 ):  # fmt: skip
     """From x [B, T, C] FP16 to out [B, T, 120] FP16. Grid: (tiles S, B). PHASE -1: all in one launch; 0, 1, 2: a third.
 
     slots [B, tiles, S, SLOT] int32, kv [B, 2, S, tiles * valid, 2 G D] int16 and count [B, S] int32 are scratch that
     rests at -1 in every bit. w, b: kernels.pack. FRONT, MLP, BACK: chunk of the reduction or channels of a loop.
+    CLUSTER: see kernels.exchange.swap.
     """
     HALO: tl.constexpr = 3 if V6 else 1
     VALID: tl.constexpr = ROWS - 2 * HALO
@@ -356,7 +311,6 @@ def neck(
     y_N = tl.arange(0, IN)[None, :]
     x += image * T * C
     slots += (image * tiles + tile) * (S * SLOT)
-    mine = slots + s * SLOT
     kv += image * (2 * S * tiles * VALID * KV_ROW) + s * (tiles * VALID * KV_ROW)
     kv_block = S * tiles * VALID * KV_ROW
     count += image * S + s
@@ -364,10 +318,16 @@ def neck(
     state_y = (slots + PAST + r_R[:, None] * IN + y_N).to(tl.pointer_type(tl.float32))
 
     if PHASE <= 0:
+        if CLUSTER:
+            open_cluster(SLOT, 6, CLUSTER)
         u_RN, y_RN = _front(x, w, b, t_R, T, s, S, V6, FRONT, FRONT_STAGES)
         if not V6:
             w_2N = _weights(w + W_2, 64, WIDE)
-        u_RN = _swish(_reduce(u_RN, slots, s, 0, SLOT, S, IN))
+        if CLUSTER:
+            join_cluster()
+        if S > 1:
+            u_RN = swap(u_RN, slots, s, 0, SLOT, 0, CLUSTER)
+        u_RN = _swish(u_RN)
         if V6:
             h_RN = _depthwise(tl.where(in_line_R[:, None], u_RN, 0), b)
         else:
@@ -394,47 +354,30 @@ def neck(
                 line = tl.arange(0, KV_ROW)[None, :]
                 tl.store(kv + t_R[:, None] * KV_ROW + line, tl.full([ROWS, KV_ROW], -1, tl.int16), own_R[:, None])
                 tl.atomic_add(count, 1, sem="relaxed")
-            exchange = STEP + 2 * block * ROWS * WIDE
             w_1N = _weights(w_1, WIDE, MLP)
-            h_RN += _reduce(o_RN, slots, s, exchange, SLOT, S, WIDE)
             if S > 1:
-                if block == 0:
-                    _rest(mine, IN)
-                else:
-                    _rest(mine + exchange - ROWS * WIDE, WIDE)
+                o_RN = swap(o_RN, slots, s, STEP + 2 * block * ROWS * WIDE, SLOT, 1 + 2 * block, CLUSTER)
+            h_RN += o_RN
             o_RN = _mlp(_norm(h_RN, 1e-5), w_1N, w_1, w_1 + WIDE * PAD_HIDDEN, s, S, MLP)
             if block == 0:
                 w_kv = at + W_BLOCK + s * WIDE * KV_ROW
                 w_kvN = _weights(w_kv, WIDE, KV_COLUMNS, KV_ROW)
-            h_RN += _reduce(o_RN, slots, s, exchange + ROWS * WIDE, SLOT, S, WIDE)
             if S > 1:
-                _rest(mine + exchange, WIDE)
+                o_RN = swap(o_RN, slots, s, STEP + (2 * block + 1) * ROWS * WIDE, SLOT, 2 + 2 * block, CLUSTER)
+            h_RN += o_RN
             n_RN = _norm(h_RN, 1e-5)
 
     if ALL or PHASE == 2:
-        if V6:
-            last_RN = tl.zeros([ROWS, WIDE], tl.float32)
-        else:
+        if not V6:
             y_RN += _last_convolution(_norm(h_RN, 1e-6), w + W_3, w + W_4, in_line_R, s, S, BACK, BACK_STAGES)
-        if s != 0:
-            _publish(mine + PAST, y_RN, IN)
-        else:
-            if not V6:
-                w_5N = _weights(w + W_5, 64, WIDE)
-            if S > 1:
-                y_RN += _collect(slots + PAST, 1, SLOT, S, IN)
-            if V6:
-                last_RN = _last_norm(h_RN, b) + _swish(y_RN)
-            else:
-                last_RN = _swish(tl.dot(_ones(_swish(y_RN), 0, 60, 64), _now(w_5N)))
-            o = out + image * T * WIDTH + t_R[:, None] * WIDTH + n_N
-            tl.store(o, last_RN.to(tl.float16), own_R[:, None] & (n_N < WIDTH))
-            if S > 1:
-                for other in tl.static_range(S):
-                    # Their last word depended on these.
-                    _rest(slots + other * SLOT + STEP + 3 * ROWS * WIDE, WIDE)
-                    if other > 0:
-                        _rest(slots + other * SLOT + PAST, IN)
+            w_5N = _weights(w + W_5, 64, WIDE)
+        if S > 1:
+            y_RN = swap(y_RN, slots, s, PAST, SLOT, 5, CLUSTER)
+        y_RN = _swish(y_RN)
+        last_RN = _last_norm(h_RN, b) + y_RN if V6 else _swish(tl.dot(_ones(y_RN, 0, 60, 64), _now(w_5N)))
+        # Every program of the tile has all of it; each stores its share of the columns.
+        o = out + image * T * WIDTH + t_R[:, None] * WIDTH + n_N
+        tl.store(o, last_RN.to(tl.float16), own_R[:, None] & (n_N < WIDTH) & (n_N // (WIDE // S) == s))
         if ALL:
             _leave(kv + kv_block, count, tiles, T, KV_ROW)
     else:

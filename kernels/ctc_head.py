@@ -13,7 +13,7 @@ with log2 e folded into the weights (online softmax: Milakov and Gimelshein 2018
 Each program leaves (m, l, i) of its share in scratch and merges all shares of a few rows: 1 / l of the merged sum is
 the probability. Inside a chunk one maximum finds value and place: the lowest bits of a score (2^-16 of it, less than
 FP16 inputs mean) are replaced by its place, so scores closer than that count as equal.
-FORM "exchange" does it in one launch: the data is its own flag as in kernels.conv_attention, so the P x tiles programs
+FORM "exchange" does it in one launch: the data is its own flag (kernels.exchange), so the P x tiles programs
 must run at the same time. FORM "share" and `ctc_merge` are the two-launch form; FORM "whole" is P = 1, no merge.
 """
 
@@ -22,6 +22,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.exchange import wait_code, wait_operands
+
+# The interpreter has no inline assembly and runs programs one after another.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 WIDTH = tl.constexpr(120)
 WIDE = tl.constexpr(128)
 NONE = tl.constexpr(0x7FFFFFFF)
@@ -35,6 +39,11 @@ def _word(v):
 
 
 @triton.jit
+def _add_and_least(l0, i0, l1, i1):
+    return l0 + l1, tl.minimum(i0, i1)
+
+
+@triton.jit
 def _merge(shares, best, probability, row, in_tile, live, P, M: tl.constexpr, SLOTS: tl.constexpr, WAIT: tl.constexpr):
     """Best class and probability of rows `row` (number `in_tile` of their tile) out of the shares [3, SLOTS, M]."""
     p = tl.arange(0, SLOTS)[:, None]
@@ -43,15 +52,24 @@ def _merge(shares, best, probability, row, in_tile, live, P, M: tl.constexpr, SL
     m = tl.load(at, mask, other=0, volatile=True)
     l = tl.load(at + SLOTS * M, mask, other=0, volatile=True)  # noqa: E741 (the online softmax's own letter)
     i = tl.load(at + 2 * SLOTS * M, mask, other=0, volatile=True)
-    if WAIT:
-        while tl.max(((m == -1) | (l == -1) | (i == -1)).to(tl.int32)) > 0:
-            m = tl.load(at, mask, other=0, volatile=True)
-            l = tl.load(at + SLOTS * M, mask, other=0, volatile=True)  # noqa: E741
-            i = tl.load(at + 2 * SLOTS * M, mask, other=0, volatile=True)
+    if WAIT and not INTERPRETED:
+        m, l, i = tl.inline_asm_elementwise(  # noqa: E741
+            wait_code(3, 1, 32, 4 * SLOTS * M),
+            wait_operands(3, 1, 32),
+            [m, l, i, at.to(tl.int64)],
+            dtype=(tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
     z = tl.where(mask, m.to(tl.float32, bitcast=True), float("-inf"))
     top = tl.max(z, 0)
-    total = tl.sum(tl.where(mask, l.to(tl.float32, bitcast=True) * tl.exp2(z - top[None, :]), 0), 0)
-    tl.store(best + row, tl.min(tl.where((z == top[None, :]) & mask, i, NONE), 0).to(tl.int64), live)
+    share = tl.where(mask, l.to(tl.float32, bitcast=True) * tl.exp2(z - top[None, :]), 0)
+    place = tl.where((z == top[None, :]) & mask, i, NONE)
+    if INTERPRETED:
+        total, first = tl.sum(share, 0), tl.min(place, 0)
+    else:
+        total, first = tl.reduce((share, place), 0, _add_and_least)
+    tl.store(best + row, first.to(tl.int64), live)
     tl.store(probability + row, 1 / total, live)
     if WAIT:
         rest = tl.full([SLOTS, in_tile.shape[0]], -1, tl.int32)

@@ -15,7 +15,7 @@ from kernels.reference import BLOCKS, Form, Neck
 from models.errors import BadInput
 
 ARCHS = ("sm_80", "sm_86", "sm_87", "sm_90")
-SOURCES = ("conv_attention.py", "ctc_head.py", "pack.py")
+SOURCES = ("conv_attention.py", "ctc_head.py", "exchange.py", "pack.py")
 MAX_STEPS = 512
 MAX_BATCH = 1024
 SHORT = 64  # tokens whose keys fit one chunk of the attention
@@ -36,6 +36,8 @@ class Tuning:
     mlp: int = 64
     back: int = 128
     back_stages: int = 2
+    cluster: int = 0
+    """Where in shared memory the two programs of a tile exchange as a thread block cluster; 0: through scratch."""
 
 
 # By programs a tile. Measured on sm_90 (docs/kernels.md); for the others only the assembler's report was looked at.
@@ -44,7 +46,7 @@ TUNINGS: Mapping[str, Mapping[int, Tuning]] = {
     "sm_80": _EIGHT_WARPS,
     "sm_86": _EIGHT_WARPS,
     "sm_87": _EIGHT_WARPS,
-    "sm_90": {1: Tuning(4), 2: Tuning(4, mlp=128)},
+    "sm_90": {1: Tuning(4, back=64, back_stages=3), 2: Tuning(4, mlp=128, cluster=96 * 1024)},
 }
 _TUNED = Neck("v4", 2)  # on sm_90 four warps were measured for this; any other neck runs out of their registers
 
@@ -85,6 +87,7 @@ class NeckVariant:
             "MLP": t.mlp,
             "BACK": t.back,
             "BACK_STAGES": t.back_stages,
+            "CLUSTER": t.cluster,
         }
 
 
@@ -164,13 +167,17 @@ class Scratch:
         return self.slots + self.kv + self.count
 
 
+def slot_words(spec: Neck) -> int:
+    """Words that a program sends to the other one of its tile."""
+    return ROWS * (2 * EDGE[spec.form] + 2 * BLOCKS * 128)
+
+
 def neck_scratch(spec: Neck, split: int, tiles: int, images: int) -> Scratch:
     """Scratch of a launch; kernels.conv_attention.neck has the shapes."""
-    slot = ROWS * (2 * EDGE[spec.form] + 2 * BLOCKS * 128)
     row = 32 * local_kv(spec, split)
     valid = ROWS - 2 * HALO[spec.form]
     return Scratch(
-        slots=4 * images * tiles * split * slot if split > 1 else 0,
+        slots=4 * images * tiles * split * slot_words(spec) if split > 1 else 0,
         kv=2 * images * BLOCKS * split * tiles * valid * row,
         count=4 * images * split,
     )
@@ -190,8 +197,9 @@ class NeckPlan:
 def plan_neck(spec: Neck, batch: int, steps: int, resident: Mapping[int, int], multiprocessors: int) -> NeckPlan:
     """How to run a batch where `resident[split]` programs of the one-launch form can be on the device at once.
 
-    Two programs a tile while that leaves every program a multiprocessor of its own (measured: 28 us against 32 at
-    batch 8, 39 against 32 at batch 32). Where many launches would follow each other on few multiprocessors, phases.
+    Two programs a tile while that leaves every program a multiprocessor of its own (docs/kernels.md). That many
+    clusters of two find a place: multiprocessors come in pairs, and a pair can be a cluster.
+    Where many launches would follow each other on few multiprocessors, phases.
     """
     if not 1 <= steps <= MAX_STEPS or not 1 <= batch <= MAX_BATCH:
         msg = f"{batch} lines of {steps} tokens; the neck takes 1 to {MAX_BATCH} of 1 to {MAX_STEPS}"

@@ -110,7 +110,7 @@ def neck_case(form: Form, kv_heads: int, batch: int, steps: int, *, whole: bool 
         "FRONT": 64,
         "FRONT_STAGES": 2,
     }
-    constants |= {"MLP": 64, "BACK": 128, "BACK_STAGES": 2}
+    constants |= {"MLP": 64, "BACK": 128, "BACK_STAGES": 2, "CLUSTER": 0}
     for phase in (-1,) if whole else (0, 1, 2):
         neck[tiles, batch](*arguments, steps, PHASE=phase, **constants)
     at_rest = not whole or all((a == -1).all() for a in scratch)

@@ -66,6 +66,7 @@ def test_every_variant_is_there_with_ptx_and_metadata(orin: Path, metadata: dict
         assert found["assembler"].startswith("ptxas 12."), "a cubin of CUDA 13 may not load on JetPack 6.2"
         assert ".version 8.5\n" in ptx, "the newest that JetPack 6.2's driver compiles"
         assert ".target sm_87\n" in ptx
+        assert ptx.count("// swap") == (6 if "split2" in name else 0), "a thread hands all its elements over at once"
         assert str(ROOT) not in ptx
     assert len(json.loads((orin / "limits.sm_87.json").read_bytes())) == len(names)
 
