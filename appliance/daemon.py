@@ -58,6 +58,8 @@ from models.targets import BACKENDS
 
 log = structlog.get_logger()
 
+_SWITCH_S = 0.001
+"""A thread that reads a bundle's manifest lets the event loop go on after so long; Python's own choice is 5 ms."""
 PREPARED = "prepared"
 """Folder in the state folder with graphs as the runtime has optimised them."""
 _LEAST_GRACE_S = 1.0
@@ -157,6 +159,7 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         updates.start(service, open_bundle, engines)
         stack.push_async_callback(updates.stop)
         _make_engines(stack, engines, service, open_bundle)
+        sys.setswitchinterval(_SWITCH_S)
         gc.freeze()  # what is there now stays: no collection, at which every request would wait, need look at it
         await server.serve(sockets=[listener])
         log.info("stopping")

@@ -75,7 +75,7 @@ class Life:
             with theirs:
                 self.process = subprocess.Popen(  # noqa: S603 - our own module, by our own interpreter
                     # Isolated: neither the working directory nor PYTHONPATH decides which `models` it imports.
-                    [sys.executable, "-I", "-m", module, runtime, str(theirs.fileno())],
+                    [sys.executable, "-I", "-c", f"from {module} import main; main()", runtime, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, **environment},
                     stdin=subprocess.DEVNULL,

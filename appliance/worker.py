@@ -1,8 +1,8 @@
 """The child process that owns the sessions of one bundle, and the only one that may touch a GPU.
 
-Started as `python -m appliance.worker RUNTIME FD` (while others serve as `appliance.gently`), FD being its end of the
-socket pair. The first message opens the model; the worker proves it on a golden vector, says Ready, and then answers
-Runs on a small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
+Started by `main` with RUNTIME FD (while others serve by that of `appliance.gently`), FD being its end of the socket
+pair. The first message opens the model; the worker proves it on a golden vector, says Ready, and then answers Runs on a
+small pool of threads. It exits when told to, or at once when the daemon's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _QUICK_S = 0.0003
 """Runs that take less are computed by the thread that reads: to hand one over takes as long."""
 _FORGET = 1.05
 """A run that neighbours disturbed says little, so the fastest one counts, and for less with each that is slower."""
+_LOWEST = 19
+"""As a step from any priority to the lowest."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -103,6 +105,7 @@ class Worker:
             thread.start()
         gc.freeze()  # what is there now stays: no collection need look at it
         self._read_all(threads)
+        os.nice(_LOWEST)  # the kernel takes back what it held, and nobody waits for that either
         os._exit(0)  # the daemon is gone, or all is answered: nobody waits for what the threads still hold
 
     def _read_all(self, threads: Sequence[threading.Thread]) -> None:
@@ -367,7 +370,3 @@ def _told(error: BaseException, before: str = "") -> tuple[str, str]:
     if isinstance(error, ApplianceError):
         return type(error).__name__, str(error)[:_LONGEST_MESSAGE]
     return ModelError.__name__, f"{before}{type(error).__name__}: {error}"[:_LONGEST_MESSAGE]
-
-
-if __name__ == "__main__":
-    main()

@@ -170,7 +170,7 @@ def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None
     with ours, closing(Arena.create(4096)) as requests, closing(Arena.create(4096)) as answers:
         with theirs:
             worker = subprocess.Popen(
-                [sys.executable, "-I", "-m", "appliance.worker", "null", str(theirs.fileno())],
+                [sys.executable, "-I", "-c", "from appliance.worker import main; main()", "null", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stderr=subprocess.DEVNULL,
             )
