@@ -88,10 +88,20 @@ def open_files(pid: int) -> list[str]:
 
 
 def loaded(pid: int, library: str) -> bool:
-    """Whether a process has mapped a library and come to rest."""
-    process = Path(f"/proc/{pid}")
-    asleep = (process / "stat").read_text().rpartition(")")[2].split()[0] == "S"
-    return asleep and library in (process / "maps").read_text()
+    """Whether a process has mapped a library and come to rest: no thread of it runs, or did for a moment."""
+
+    def threads() -> list[tuple[str, str]]:
+        tasks = [path.read_text() for path in sorted(Path(f"/proc/{pid}/task").glob("*/stat"))]
+        ran = [path.read_text() for path in sorted(Path(f"/proc/{pid}/task").glob("*/schedstat"))]
+        return [(text.rpartition(")")[2].split()[0], spent) for text, spent in zip(tasks, ran, strict=True)]
+
+    try:
+        before = threads()
+        time.sleep(0.1)
+        rests = threads() == before and {state for state, _spent in before} == {"S"}
+        return rests and library in Path(f"/proc/{pid}/maps").read_text()
+    except (OSError, ValueError):  # a thread has ended meanwhile
+        return False
 
 
 def resident_bytes(pid: int) -> int:
