@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import mmap
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,14 +63,13 @@ class Prepared:
         """Keep them in `folder`, which is made when it is missing."""
         self._folder = folder
 
-    def read(self, graph: str) -> bytes | None:
+    def find(self, graph: str) -> Path | None:
         """What `graph` was made into; None where that is not known, or damaged."""
         for path in self._folder.glob(f"{self._key(graph)}.*"):
             with contextlib.suppress(OSError):
-                content = path.read_bytes()
-                if path.suffix == f".{_digest(content)}":
+                if path.suffix == f".{_digest_of(path)}":
                     os.utime(path)
-                    return content
+                    return path
         return None
 
     @contextlib.contextmanager
@@ -82,7 +82,7 @@ class Prepared:
             yield fresh
             for old in self._folder.glob(f"{key}.*"):
                 old.unlink(missing_ok=True)
-            fresh.replace(self._folder / f"{key}.{_digest(fresh.read_bytes())}")
+            fresh.replace(self._folder / f"{key}.{_digest_of(fresh)}")
         finally:
             fresh.unlink(missing_ok=True)
         known = sorted(self._folder.glob("*.*"), key=lambda path: path.stat().st_mtime)
@@ -99,8 +99,17 @@ def _here() -> bytes:
     return json.dumps(machine()).encode()
 
 
-def _digest(content: bytes) -> str:
+def _digest(content: bytes | mmap.mmap) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    """The digest of a file that is not copied into memory for it; of an empty one that of nothing."""
+    with path.open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return _digest(b"")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _digest(content)
 
 
 class OnnxRuntime:
@@ -153,7 +162,7 @@ class OnnxRuntime:
 
     def open_again(self, graph: str, *, threads: int, few_shapes: bool = True) -> OnnxSession | None:
         """See `WorkerRuntime.open_again`."""
-        made = self._prepared.read(graph) if self._prepared else None
+        made = self._prepared.find(graph) if self._prepared else None
         if made is None:
             return None
         options = self._options(threads, few_shapes)
@@ -171,7 +180,7 @@ class OnnxRuntime:
                 return self._session(graph, options)
         return self._session(graph, self._options(threads, few_shapes))
 
-    def _session(self, graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    def _session(self, graph: bytes | Path, options: ort.SessionOptions) -> ort.InferenceSession:
         providers = [(self._provider, self._provider_options)]
         return ort.InferenceSession(graph, options, providers=providers, enable_fallback=0)
 
@@ -223,7 +232,7 @@ class OnnxCudaRuntime(OnnxRuntime):
         told = {"device_id": "0", "cudnn_conv_algo_search": "HEURISTIC", "use_tf32": "0", **limit}
         super().__init__(run_limit_bytes, provider_options=told)
 
-    def _session(self, graph: bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    def _session(self, graph: bytes | Path, options: ort.SessionOptions) -> ort.InferenceSession:
         if self._gpu_only:
             options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         session = super()._session(graph, options)

@@ -90,6 +90,12 @@ def test_where_nothing_can_be_kept_a_graph_is_opened_all_the_same(tmp_path: Path
     assert answer(graph(), tmp_path / "file" / "prepared") == answer(graph())
 
 
+def read(prepared: Prepared, number: int) -> bytes | None:
+    """What is found under a number."""
+    path = prepared.find(str(number))
+    return path.read_bytes() if path else None
+
+
 def test_no_more_than_32_are_kept_and_those_not_opened_for_longest_go(tmp_path: Path) -> None:
     prepared = Prepared(tmp_path)
     for number in range(34):
@@ -98,6 +104,6 @@ def test_no_more_than_32_are_kept_and_those_not_opened_for_longest_go(tmp_path: 
         for known in tmp_path.iterdir():  # clocks of file systems are too coarse for so many at once
             if known.stat().st_mtime > 100:
                 os.utime(known, (number, number))
-        assert prepared.read("0") == b"made of 0"
+        assert read(prepared, 0) == b"made of 0"
     assert len(list(tmp_path.iterdir())) == 32
-    assert [prepared.read(str(number)) for number in (1, 2, 3, 33)] == [None, None, b"made of 3", b"made of 33"]
+    assert [read(prepared, number) for number in (1, 2, 3, 33)] == [None, None, b"made of 3", b"made of 33"]
