@@ -208,7 +208,8 @@ class Vm:
 
     def off(self) -> None:
         """Shut down in order."""
-        self.attempt("systemctl", "--no-block", "poweroff")
+        with contextlib.suppress(OSError, ValueError):  # who answers may be stopped before it has answered
+            self.attempt("systemctl", "--no-block", "poweroff")
         try:
             self.process.wait(_SHORT_S)
         finally:
