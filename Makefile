@@ -7,10 +7,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-long lint format bench elasticity reload-bench swap-bench vm-test constraints clean
+.PHONY: demo fleet-demo test test-long lint format bench elasticity reload-bench swap-bench vm-test constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
+
+fleet-demo: .venv/.upstream
+	@$(BIN)/python docs/fleet_demo.py
 
 test: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql
 	$(PYTEST) -m "not long"
@@ -63,6 +66,11 @@ clean:
 	@echo "Installing what the demo needs (about a minute)"
 	@$(PIP) install --constraint constraints.txt --editable ".[build,demo]"
 	@$(BIN)/python -c "import models.tasks" 2>/dev/null || $(MAKE) --no-print-directory .venv/.opencv
+	@touch $@
+
+.venv/.upstream: .venv/.demo
+	@echo "Installing what an upstream needs"
+	@$(PIP) install --constraint constraints.txt --editable ".[upstream]"
 	@touch $@
 
 .venv/.dev: .venv/.demo

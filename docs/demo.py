@@ -150,20 +150,27 @@ def await_port(port: int) -> None:
 @contextlib.contextmanager
 def daemon(bundle: Path, broker_port: int) -> Iterator[str]:
     """The daemon, ready; its URL."""
+    given = ["--bundle", bundle, "--mqtt", f"127.0.0.1:{broker_port}", "--state-dir", WORK / "state"]
+    with serving("daemon", *given, APPLIANCE_DEVICE_ID=DEVICE) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serving(name: str, *arguments: str | Path, **environment: str) -> Iterator[str]:
+    """`appliance run` with these arguments, ready, on a free port; its URL. It is called `name` here."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    log = WORK / "daemon.log"
+    log = WORK / f"{name}.log"
     started = time.monotonic()
-    command = [BIN / "appliance", "run", "--bundle", bundle, "--http", f"127.0.0.1:{port}"]
-    command += ["--mqtt", f"127.0.0.1:{broker_port}", "--state-dir", WORK / "state"]
-    # A container's clock often reports itself unsynchronised for ever; this demo installs nothing by time.
-    environment = os.environ | {"APPLIANCE_DEVICE_ID": DEVICE, "APPLIANCE_CLOCK__ASSUME_SYNCED": "true"}
+    command = [BIN / "appliance", "run", "--http", f"127.0.0.1:{port}", *arguments]
+    # A container's clock often reports itself unsynchronised for ever.
+    told = os.environ | {"APPLIANCE_CLOCK__ASSUME_SYNCED": "true"} | environment
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stderr=output, env=environment)  # noqa: S603 - our own command
+        process = subprocess.Popen(command, stderr=output, env=told)  # noqa: S603 - our own command
     try:
         while not ready(url):
             if process.poll() is not None or time.monotonic() > started + WAIT_S:
-                sys.exit(f"the daemon did not become ready; see {log.relative_to(ROOT)}:\n{log.read_text()[-2000:]}")
+                sys.exit(f"{name} did not become ready; see {log.relative_to(ROOT)}:\n{log.read_text()[-2000:]}")
             time.sleep(0.05)
         console.print(f"  ready after {time.monotonic() - started:.1f} s at {url}; log in {log.relative_to(ROOT)}")
         yield url
@@ -174,7 +181,7 @@ def daemon(bundle: Path, broker_port: int) -> Iterator[str]:
         process.kill()
         status = process.wait()
     if status:
-        sys.exit(f"the daemon exited with status {status}; see {log.relative_to(ROOT)}")
+        sys.exit(f"{name} exited with status {status}; see {log.relative_to(ROOT)}")
 
 
 def ready(url: str) -> bool:
