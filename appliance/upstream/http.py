@@ -32,7 +32,7 @@ from models.errors import ApplianceError, BadInput, Overloaded, TooLarge
 
 T = TypeVar("T")
 
-PAGE = {"/": "fleet.html", "/fleet.js": "fleet.js"}
+PAGE = {"/": "fleet.html", "/page.css": "page.css", "/parts.js": "parts.js", "/fleet.js": "fleet.js"}
 _WEB = Path(__file__).parent.parent / "web"
 _WRITERS = 6
 """Batches that are taken in at the same time."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.browser import PHONE, browser, needs_chromium, opened, until
 from support.daemon import Daemon, StartDaemon, appliance
-from support.processes import new_mark
+from support.processes import eventually, new_mark
 
 from models.orders import PAYLOAD_TYPE
 from models.sync import PATH
@@ -103,9 +103,9 @@ def test_a_viewer_sees_devices_versions_a_campaign_as_it_goes_and_what_happened_
     chromium: Browser, fleet: Fleet
 ) -> None:
     viewer = {"username": "anybody", "password": fleet.token("viewer")}
-    shown = "devices.children.length === 2"
+    shown = "byId('devices').children.length === 2"
     with opened(chromium, fleet.url, shown=shown, http_credentials=viewer, viewport=PHONE, color_scheme="dark") as page:
-        until(page, "/^2 devices, 2 online/.test(summary.innerText)")
+        until(page, "/^2 devices, 2 online/.test(byId('summary').innerText)")
         assert "reader 1.0.0" in page.inner_text("#devices")
         assert "canary, hall=2" in page.inner_text("#devices")
         assert page.get_by_role("img", name="1.0.0 2").is_visible()
@@ -113,16 +113,19 @@ def test_a_viewer_sees_devices_versions_a_campaign_as_it_goes_and_what_happened_
         waves = [{"group": "canary", "canary": True}, {"percent": 100}]
         plan = {"name": "to the second", "model": "reader", "version": NEW, "waves": waves}
         fleet.asked("POST", "campaigns", plan)
-        until(page, "/to the second ● running[^]*1. group canary \\(canary\\)[^]*waiting 1/.test(campaigns.innerText)")
-        until(page, "/reader 2.0.0/.test(devices.innerText)")  # what it should run
+        until(
+            page,
+            "/to the second ● running[^]*1. group canary \\(canary\\)[^]*waiting 1/.test(byId('campaigns').innerText)",
+        )
+        until(page, "/reader 2.0.0/.test(byId('devices').innerText)")  # what it should run
         fleet.committed("press-1")
-        until(page, "/committed 1[^]*2. 100 %[^]*waiting 1/.test(campaigns.innerText)")
+        until(page, "/committed 1[^]*2. 100 %[^]*waiting 1/.test(byId('campaigns').innerText)")
         page.get_by_role("link", name="press-1").click()
-        until(page, "/deployment reader 2.0.0 good/.test(timeline.innerText)")
+        until(page, "/deployment reader 2.0.0 good/.test(byId('timeline').innerText)")
         fleet.refused("press-2")
-        until(page, "/● stopped[^]*wave 2: 1 of 1 devices rolled back .100%./.test(campaigns.innerText)")
+        until(page, "/● stopped[^]*wave 2: 1 of 1 devices rolled back .100%./.test(byId('campaigns').innerText)")
         page.fill("#find", "press-2")
-        until(page, "devices.children.length === 1 && found.innerText === '1 of 2'")
+        until(page, "byId('devices').children.length === 1 && byId('found').innerText === '1 of 2'")
         assert page.evaluate(NARROW) == 0
 
 
@@ -145,6 +148,7 @@ def test_the_commands_show_the_fleet_and_turn_a_campaign(fleet: Fleet, tmp_path:
     assert json.loads(fleet.command("campaign", "status", "--json"))[0]["state"] == "aborted"
     fleet.command(*start, "--wave", "group:hall-1")
     fleet.committed("press-1")
+    eventually(lambda: fleet.asked("GET", "campaigns")["campaigns"][0]["wave"] == 2, "the second wave is asked", 20)
     fleet.committed("press-2")
     assert "2 of 2 devices committed" in fleet.command("campaign", "status", "--wait", str(int(which) + 1))
     assert "deployment" in fleet.command("device", "press-1")
