@@ -64,8 +64,9 @@ _QUERY = {
 }
 """What the query of a request may say."""
 
-_CHALLENGE = 'Bearer realm="appliance", Basic realm="appliance", charset="UTF-8"'
-"""A browser answers to the second: whoever opens the status page is asked for a token."""
+_CHALLENGES = ('Bearer realm="appliance"', 'Basic realm="appliance", charset="UTF-8"')
+"""A browser answers to the second: whoever opens the status page is asked for a token. Chromium reads no further than
+the first challenge of a header, so each has one of its own."""
 
 
 class Json(JSONResponse):
@@ -82,8 +83,6 @@ def refusal(error: Exception) -> Json:
     headers = {}
     if isinstance(error, Unavailable):
         headers["retry-after"] = f"{max(1, math.ceil(error.retry_after_s))}"
-    if isinstance(error, Unauthenticated):
-        headers["www-authenticate"] = _CHALLENGE
     figures = {}
     if isinstance(error, InsufficientMemory):
         figures = {
@@ -94,7 +93,11 @@ def refusal(error: Exception) -> Json:
     sentence = str(error)
     # It may quote names that a caller sent, which may be as long as a body.
     shortened = sentence if len(sentence) <= _LONGEST_ERROR else f"{sentence[:_LONGEST_ERROR]} ..."
-    return Json({"error": shortened, **figures}, status, headers)
+    answer = Json({"error": shortened, **figures}, status, headers)
+    if isinstance(error, Unauthenticated):
+        for challenge in _CHALLENGES:
+            answer.headers.append("www-authenticate", challenge)
+    return answer
 
 
 class Parts(Response):

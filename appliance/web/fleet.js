@@ -5,6 +5,8 @@ const MOST = 2000;
 const SHOWN = 200;
 const EVERY_MS = 10_000;
 const LEAST_MS = 1000;
+/** Of the campaigns, the newest first: so many in full, and so many in all. */
+const [WHOLE, CAMPAIGNS] = [3, 20];
 
 let devices = [];
 
@@ -59,11 +61,13 @@ function waveOf(campaign, wave, counts, number) {
 }
 
 function showCampaigns(campaigns) {
-  draw("campaigns", campaigns, () => campaigns.length ? campaigns.map((campaign) => {
+  const latest = campaigns.slice(0, CAMPAIGNS);
+  draw("campaigns", latest, () => latest.length ? latest.map((campaign, place) => {
+    const whole = place < WHOLE || campaign.state === "running" || campaign.state === "paused";
     const item = make("li", {},
       make("h3", {}, `${campaign.name} `, make("span", { className: KINDS[campaign.state], textContent: `● ${campaign.state}` })),
       campaign.reason ? make("p", { className: KINDS[campaign.state], textContent: campaign.reason }) : null,
-      ...campaign.waves.map((wave, i) => waveOf(campaign, wave, campaign.counts[i], i + 1)));
+      ...(whole ? campaign.waves.map((wave, i) => waveOf(campaign, wave, campaign.counts[i], i + 1)) : []));
     item.dataset.state = campaign.state;
     return item;
   }) : [make("li", { textContent: "None yet: appliance fleet campaign start begins one." })]);

@@ -20,7 +20,7 @@ from models.sync import PATH
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.long]
 
 NARROW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 OLD, NEW = "1.0.0", "2.0.0"
@@ -129,7 +129,6 @@ def test_a_viewer_sees_devices_versions_a_campaign_as_it_goes_and_what_happened_
         assert page.evaluate(NARROW) == 0
 
 
-@pytest.mark.long
 def test_the_commands_show_the_fleet_and_turn_a_campaign(fleet: Fleet, tmp_path: Path) -> None:
     assert "reader 1.0.0" in fleet.command("devices", role="viewer")
     assert [one["device_id"] for one in json.loads(fleet.command("devices", "--group", "canary", "--json"))] == [
@@ -158,6 +157,6 @@ def test_the_commands_show_the_fleet_and_turn_a_campaign(fleet: Fleet, tmp_path:
     assert "wall is revoked" in fleet.command("tokens", "revoke", "wall", role="admin")
     nonsense = tmp_path / "order.json"
     nonsense.write_text(json.dumps({"payloadType": PAYLOAD_TYPE}))
-    assert "no signed order" in fleet.command("command", str(nonsense), "--device", "press-1", wanted=1)
+    assert "cannot be read" in fleet.command("command", str(nonsense), "--device", "press-1", wanted=1)
     assert "press-2 is retired" in fleet.command("device", "press-2", "--retire")
     assert len(json.loads(fleet.command("devices", "--json"))) == 1
