@@ -22,7 +22,8 @@ from models.errors import ApplianceError
 app = typer.Typer(
     no_args_is_help=True,
     help="Look after the devices of a fleet, at the upstream that they report to.",
-    epilog="APPLIANCE_URL is the upstream's address, APPLIANCE_TOKEN holds a token of role viewer, operator or admin.",
+    epilog="Example: appliance fleet devices --group line-3. "
+    "APPLIANCE_URL is the upstream's address, APPLIANCE_TOKEN holds a token of role viewer, operator or admin.",
 )
 campaign = typer.Typer(no_args_is_help=True, help="Roll a version out in waves that stop by themselves.")
 tokens = typer.Typer(no_args_is_help=True, help="Make, list and revoke tokens of people and devices.")

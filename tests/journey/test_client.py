@@ -184,6 +184,7 @@ def test_there_are_the_commands_that_this_file_tries() -> None:
         "bench",
         "doctor",
         "enroll",
+        "fleet",
         "infer",
         "models",
         "rollback",
