@@ -39,7 +39,7 @@ class Reader:
         self.health = WorkerHealth(State.READY)
         self.ready = wire.Ready({name: wire.GraphInfo(SPEC, kind) for name, kind in PRECISIONS.items()}, "r", 0, {})
         self.pid, self.waiting, self.running = 1, 0, 0
-        self.memory, self.service_s = None, None
+        self.memory, self.service_s, self.device = None, None, ""
 
     async def submit(self, graph: str, tensors: Sequence[Tensor], **_how: Any) -> Answer:  # noqa: ANN401 - ignored
         if self.fault:
