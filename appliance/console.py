@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import httpx
 import typer
 from rich.console import Console
+from rich.text import Text
 
 if TYPE_CHECKING:
     from appliance.settings import Settings
@@ -28,11 +29,20 @@ TOKEN_VARIABLE, CA_VARIABLE = "APPLIANCE_TOKEN", "APPLIANCE_CA"
 """Not options: a command line can be read by everybody on the machine."""
 
 _PIPE_WIDTH = 1000
+_COMMANDS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)], "\ufffd")
+"""What a terminal would obey. Names and reasons come from devices and pictures, which may not write on its screen."""
+
+
+class _Plain(Console):
+    """Shows what a terminal would obey as a mark."""
+
+    def render_str(self, text: str, **how: Any) -> Text:  # noqa: ANN401 - the base class's own options
+        return super().render_str(text.translate(_COMMANDS), **how)
 
 
 def plain(*, stderr: bool = False) -> Console:
     """A console that shows text as it is: no line broken unless a terminal is that narrow, no markup, no emoji."""
-    console = Console(stderr=stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
+    console = _Plain(stderr=stderr, soft_wrap=True, markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = _PIPE_WIDTH
     return console

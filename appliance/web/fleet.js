@@ -76,7 +76,7 @@ function showCampaigns(campaigns) {
 // Versions
 
 function showVersions() {
-  const models = {};
+  const models = Object.create(null); // names come from devices
   for (const one of devices) {
     for (const [model, { version }] of Object.entries(one.versions)) {
       models[model] ??= {};

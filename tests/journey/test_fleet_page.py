@@ -56,7 +56,7 @@ class Fleet:
             self._tokens[role, device] = self.token(role, device)
         return self._tokens[role, device]
 
-    def report(self, device: str, version: str, **deployment: object) -> None:
+    def report(self, device: str, version: str, *, model: str = "reader", **deployment: object) -> None:
         """A device tells what it serves, and what became of a deployment."""
         token = self._kept("device", device)
         number = next(self._numbers)
@@ -67,7 +67,7 @@ class Fleet:
             "device_id": device,
             "incarnation": "first",
             "sent_at": time.time(),
-            "state": {"ready": True, "models": [{"name": "reader", "version": version, "digest": "0" * 64}]},
+            "state": {"ready": True, "models": [{"name": model, "version": version, "digest": "0" * 64}]},
             "items": [item] if deployment else [],
         }
         headers = {"authorization": f"Bearer {token}"}
@@ -127,6 +127,10 @@ def test_a_viewer_sees_devices_versions_a_campaign_as_it_goes_and_what_happened_
         page.fill("#find", "press-2")
         until(page, "byId('devices').children.length === 1 && byId('found').innerText === '1 of 2'")
         assert page.evaluate(NARROW) == 0
+        fleet.report("press-2", "method", model="__proto__")  # names are data, whatever they mean to a browser
+        until(page, "/__proto__[^]*method/.test(byId('versions').innerText)")
+        fleet.report("press-1", "4.0.0")
+        until(page, "/4.0.0/.test(byId('versions').innerText)")
 
 
 def test_the_commands_show_the_fleet_and_turn_a_campaign(fleet: Fleet, tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ def test_on_loopback_changes_need_a_token_and_the_sentence_says_how_to_get_one(p
     assert service.ready
 
 
+@pytest.mark.parametrize("path", ["/v1/commands", "/v1/faults", LOAD, UNLOAD, "/v2/repository/index", ECHO])
+@pytest.mark.parametrize("end", ["%0A", "%0a", "%0D%0A"])
+def test_a_line_break_after_a_path_leads_nowhere_and_never_past_its_role(path: str, end: str) -> None:
+    service = MemoryService()
+    assert ask("POST", path + end, service, json={}).status_code == 404
+    assert not service.requests
+
+
 def test_anonymous_use_of_loopback_can_be_turned_off(tokens: TokenFile) -> None:
     app = door(MemoryService(), Rules(anonymous=False, hosts=ON_LOOPBACK.hosts), tokens)
     assert asked(app, "GET", "/v1/status").status_code == 401

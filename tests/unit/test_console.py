@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
+from rich.table import Table
 from support.enrolment import listening
 from typer.testing import CliRunner
 
@@ -59,3 +60,14 @@ def test_tokens_made_where_no_daemon_has_been_say_so_with_the_whole_path(
     (tmp_path / "stat" / "lock").touch()  # as a daemon leaves it
     listed = CliRunner().invoke(client_cli.app, ["token", "list", "--state-dir", "stat"])
     assert (listed.exit_code, "no daemon" in listed.stderr) == (0, False)
+
+
+def test_what_a_device_says_commands_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("label", box=None)
+    table.add_row("\x1b]0;mine\x07", style="dim")
+    console.plain().print(table)
+    console.plain().print("line 1\nline 2 \x9b2J\x1b[2J")
+    shown = capsys.readouterr().out
+    assert not set(shown) & {"\x1b", "\x07", "\x9b"}
+    assert "]0;mine" in shown
+    assert "line 1\nline 2" in shown
