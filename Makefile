@@ -44,7 +44,7 @@ reload-bench: .venv/.dev
 swap-bench: .venv/.dev
 	$(BIN)/python tests/load/swap.py
 
-# Boots the image on an emulated arm64 machine: needs root, 6 GB in build/vm and about 20 minutes.
+# Boots the image on an emulated arm64 machine: needs root, 6 GB in build/vm and up to an hour.
 vm-test: .venv/.dev .venv/.qemu .demo/ppocr-v4/manifest.json
 	$(BIN)/python tests/vm/run.py $(VM_OPTIONS)
 
