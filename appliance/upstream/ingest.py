@@ -87,7 +87,7 @@ class Ingest:
                 exchange=exchange,
             )
             if not present:  # another board has the name by now: what is for that one must not be done twice
-                return answer
+                return replace(answer, exchange=batch.exchange)  # one that has just started may yet come back
             desired = _desired(tx, device)
             return replace(
                 answer,
@@ -108,16 +108,17 @@ class Ingest:
             .with_for_update()
         )
         stream = tx.execute(locked).one_or_none()
-        if stream is not None:
+        if stream is not None and not _comes_back(tx, batch, device):
             return device, stream
         life = {"device_id": device_id, "incarnation": incarnation, "first_seen": now, "received": []}
-        if self._database.add(tx, t.streams, life):
+        if stream is not None or self._database.add(tx, t.streams, life):
             tx.execute(
                 update(t.devices).where(t.devices.c.device_id == device_id).values(incarnation=incarnation, state=None)
             )
             tx.execute(update(t.members).where(t.members.c.device_id == device_id).values(number=0))
             if device.incarnation:
-                _note(tx, now, "flashed anew", device_id, {"before": device.incarnation, "now": incarnation})
+                action = "flashed anew" if stream is None else "came back"
+                _note(tx, now, action, device_id, {"before": device.incarnation, "now": incarnation})
         return self._registered(tx, device_id, now), tx.execute(locked).one()
 
     def _registered(self, tx: Connection, device_id: str, now: float) -> Row[Any]:
@@ -287,6 +288,17 @@ class Ingest:
         made_at = float(at) if isinstance(at, float | int) else now
         item = Item(int.from_bytes(digest[:8], "big") >> 1, kind, made_at, document)
         self._keep(tx, device_id, MQTT, [item], now)
+
+
+def _comes_back(tx: Connection, batch: Batch, device: Row[Any]) -> bool:
+    """Whether a device goes on in a life before the newest, as after a start without its disk, or from a backup.
+
+    By its clock: only what has just started, and was sent after all that was heard of the newest life.
+    """
+    if batch.incarnation == device.incarnation or batch.exchange or not batch.clock_synced:
+        return False
+    newest = (t.streams.c.device_id == device.device_id, t.streams.c.incarnation == device.incarnation)
+    return batch.sent_at > (tx.execute(select(t.streams.c.sent_at).where(*newest)).scalar() or 0.0)
 
 
 def _late(batch: Batch, stream: Row[Any]) -> bool:

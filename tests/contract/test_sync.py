@@ -118,8 +118,8 @@ def items(*numbers: int) -> tuple[Item, ...]:
     return tuple(Item(number, "telemetry", NOW, {"n": number}) for number in numbers)
 
 
-def batch(name: str, *numbers: int, incarnation: str = "i-1", **fields: object) -> Batch:
-    return Batch(name, DEVICE, incarnation, NOW, items=items(*numbers), **{"state": STATE, **fields})  # type: ignore[arg-type]
+def batch(name: str, *numbers: int, incarnation: str = "i-1", sent_at: float = NOW, **fields: object) -> Batch:
+    return Batch(name, DEVICE, incarnation, sent_at, items=items(*numbers), **{"state": STATE, **fields})  # type: ignore[arg-type]
 
 
 def test_what_was_committed_is_named_and_kept(server: Server) -> None:
@@ -144,6 +144,30 @@ def test_a_board_that_was_flashed_anew_counts_from_one_again(server: Server) -> 
     server.exchange(batch("b-1", 1, 2))
     server.exchange(batch("b-2", 1, incarnation="i-2"))
     assert server.told() == [("i-1", 1, 1), ("i-1", 2, 2), ("i-2", 1, 1)]
+
+
+def test_a_device_that_had_to_start_without_its_disk_is_told_again_once_it_has_it_back(server: Server) -> None:
+    server.exchange(batch("b-1", sent_at=NOW))
+    server.exchange(batch("b-2", exchange=1, sent_at=NOW + 1))
+    server.exchange(batch("b-3", incarnation="i-2", sent_at=NOW + 2))
+    server.wish()
+    server.order()
+    early = server.exchange(batch("b-4", 1, sent_at=NOW + 3))
+    assert (early.desired, early.commands, early.exchange) == (None, (), 0)  # its clock is not right yet
+    back = server.exchange(batch("b-5", 2, state=None, sent_at=NOW + 4, clock_synced=True))
+    assert back.desired
+    assert (back.desired.pins, back.commands, back.send_state) == ({"m": "2"}, (ORDER,), True)
+    assert server.exchange(batch("b-6", exchange=back.exchange, sent_at=NOW + 5)).desired == back.desired
+    assert server.exchange(batch("b-7", incarnation="i-2", sent_at=NOW + 3, clock_synced=True)).desired is None
+
+
+def test_a_batch_of_an_earlier_life_that_was_held_back_is_told_nothing(server: Server) -> None:
+    server.exchange(batch("b-1", sent_at=NOW))
+    server.exchange(batch("b-2", incarnation="i-2", sent_at=NOW + 10))
+    server.wish()
+    assert server.exchange(batch("b-0", sent_at=NOW + 9, clock_synced=True)).desired is None
+    assert server.exchange(batch("b-3", exchange=1, sent_at=NOW + 11, clock_synced=True)).desired is None
+    assert server.exchange(batch("b-4", incarnation="i-2", exchange=1, sent_at=NOW + 12)).desired
 
 
 def test_what_is_wished_for_is_told_until_the_device_holds_it(server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 
 import orjson
 
@@ -38,6 +39,10 @@ class MemoryUpstream:
         self._orders: dict[str, dict[str, Ordered]] = {}
         self._opinions: dict[str, dict[str, Opinion]] = {}
         self._exchanges: dict[str, int] = {}
+        self._heard: dict[tuple[str, str], float] = {}
+        """When the latest batch of each life was sent."""
+        self._newest: dict[str, str] = {}
+        """Incarnation of each device."""
 
     def order(self, device_id: str, ordered: Ordered) -> None:
         """Repeat an order until the device acknowledges it."""
@@ -87,7 +92,8 @@ class MemoryUpstream:
         self.batches.append(batch)
         for item in batch.items:
             self.items.setdefault((batch.device_id, batch.incarnation, item.number), item)
-        if batch.state is not None:
+        present = self._present(batch)
+        if batch.state is not None and present:
             self.states[batch.device_id] = batch.state
         orders, opinions = (kept.setdefault(batch.device_id, {}) for kept in (self._orders, self._opinions))
         for gone in batch.acks.commands:
@@ -95,17 +101,34 @@ class MemoryUpstream:
         for gone in batch.acks.opinions:
             opinions.pop(gone, None)
         number = self._exchanges[batch.device_id] = max(self._exchanges.get(batch.device_id, 0), batch.exchange) + 1
-        wished = self.desired.get(batch.device_id)
-        return Answer(
+        answer = Answer(
             received=sync.ranges(item.number for item in batch.items),
             wait_s=self.wait_s,
             most_bytes=self.most_bytes,
+            exchange=number if present else batch.exchange,
+        )
+        if not present:
+            return answer
+        wished = self.desired.get(batch.device_id)
+        return replace(
+            answer,
             desired=wished if wished and wished.etag != batch.etag else None,
             commands=tuple(orders.values()),
             opinions=tuple(opinions.values()),
-            exchange=number,
             send_state=batch.device_id not in self.states,
         )
+
+    def _present(self, batch: Batch) -> bool:
+        """Whether a batch is of its device's newest life, which one before is again when it has started anew since."""
+        device_id, life = batch.device_id, (batch.device_id, batch.incarnation)
+        newest = self._newest.get(device_id, "")
+        later = batch.sent_at > self._heard.get((device_id, newest), 0.0)
+        started = later and batch.clock_synced and not batch.exchange
+        if batch.incarnation != newest and (started or life not in self._heard):
+            self._newest[device_id] = batch.incarnation
+            self.states.pop(device_id, None)
+        self._heard[life] = max(batch.sent_at, self._heard.get(life, 0.0))
+        return self._newest[device_id] == batch.incarnation
 
     def _check(self, items: Iterable[Item]) -> None:
         for i, item in enumerate(items):
