@@ -2,8 +2,9 @@
 
 What there is to tell waits in `sync.db` until the server has committed it: at least once on the wire, and once in the
 server's database, where (device, incarnation, number) makes it one. A batch of which nobody knows whether it arrived is
-sent again as it was; all others are made anew of what waits by then. Waiting goes by monotonic time: whatever the wall
-clock does, the server is neither flooded nor forgotten. Only the hours of the window are wall time, by their nature.
+sent again as it was, if the day has the bytes; all others are made anew of what waits by then. Waiting goes by
+monotonic time: whatever the wall clock does, the server is neither flooded nor forgotten. Only the hours of the window
+are wall time, by their nature.
 
 The loop runs on the event loop and decides; making a batch into bytes, and the exchange, happen in a thread.
 
@@ -279,7 +280,10 @@ class CloudSync:
             return None
         day_bytes = self._allowance.day_bytes
         least_bytes = min(_LEAST_BYTES, day_bytes // _KEPT_FOR_URGENT)
-        short_s = self._allowance.wait_s(now, len(self._unsure.content) if self._unsure else least_bytes)
+        if self._unsure and self._allowance.wait_s(now, len(self._unsure.content)):
+            self._spool.disconnected()  # by their numbers its items count once in any batch
+            self._unsure = None
+        short_s = self._allowance.wait_s(now, least_bytes)
         if short_s:
             self._not_before = now + min(short_s, _LONGEST_S)
             self._figures.reason = f"the {day_bytes} bytes of this day are spent (upstream.day_bytes)"

@@ -201,6 +201,23 @@ async def test_the_bytes_of_a_day_are_kept_and_the_last_of_them_for_what_is_urge
 
 
 @lived
+async def test_an_answer_that_is_lost_does_not_keep_an_alarm_waiting_for_the_bytes_of_the_next_day(
+    tmp_path: Path, upstream: MemoryUpstream
+) -> None:
+    with device(tmp_path, upstream, day_bytes=5_000_000, longest_retry_s=1.0, interval_s=3600.0) as one:
+        upstream.faults.append(Reply(reason="the connection broke", unsure=True, moved_bytes=3_000_000))
+        for n in range(3):
+            one.sync.put("sample", {"n": n, "picture": "x" * 1_000_000})
+        await one.sync.turn()
+        one.sync.put("alarm", {"n": "hot"})
+        await one.live(2)
+        assert told(upstream, "alarm") == ["hot"]
+        await one.live(2 * DAY_S)
+        assert told(upstream, "sample") == [0, 1, 2]
+        assert not any(one.sync.status()["spool"]["waiting"].values())
+
+
+@lived
 async def test_what_was_spent_of_a_day_is_not_forgotten_by_a_restart(tmp_path: Path, upstream: MemoryUpstream) -> None:
     with device(tmp_path, upstream, day_bytes=100_000) as one:
         for n in range(30):
