@@ -11,7 +11,7 @@ from pathlib import Path
 import urllib3
 import zstandard
 
-from appliance.adapters.outbound import Pools
+from appliance.adapters.outbound import Pools, bearer
 from appliance.adapters.tls import Calling
 from models import sync
 
@@ -100,7 +100,7 @@ class Exchanges:
             "accept": "application/json",
         }
         if self._token_file:
-            headers["authorization"] = f"Bearer {self._token_file.read_text(encoding='ascii').strip()}"
+            headers["authorization"] = bearer(self._token_file)
         return headers
 
     def _current(self) -> Pools:

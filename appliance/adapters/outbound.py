@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
+
+
+def bearer(token_file: Path) -> str:
+    """The header `authorization` with the token of a file; raises OSError, which never tells what the file holds."""
+    token = token_file.read_text(encoding="ascii", errors="replace").strip()
+    if not (token and token.isascii() and token.isprintable()):  # the complaint of the HTTP client would quote it
+        msg = f"{token_file} holds no token of one line: write it anew"
+        raise OSError(msg)
+    return f"Bearer {token}"
 
 
 class Pools:

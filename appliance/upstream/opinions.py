@@ -19,7 +19,7 @@ import orjson
 import structlog
 import urllib3
 
-from appliance.adapters.outbound import Pools
+from appliance.adapters.outbound import Pools, bearer
 from appliance.adapters.tls import Calling
 from appliance.core.opinion import corrected
 from models.answers import found
@@ -102,8 +102,7 @@ class Opinions:
         url = f"{self._config.url.rstrip('/')}/v2/models/{quote(model, safe='')}/infer"
         try:
             if self._config.token_file:
-                token = self._config.token_file.read_text(encoding="ascii").strip()
-                headers["authorization"] = f"Bearer {token}"
+                headers["authorization"] = bearer(self._config.token_file)
             self._pools = self._pools or Pools(_AT_ONCE, Calling(self._config.ca).context())
             timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
             answer = self._pools.to(url).request(

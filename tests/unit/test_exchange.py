@@ -103,6 +103,18 @@ def test_a_file_that_is_missing_is_said_and_nothing_was_sent(
     assert served.headers == []
 
 
+@pytest.mark.parametrize("content", [b"secret\nsecond", b"secr\xc3\xa9t", b""])
+def test_a_token_file_that_holds_no_token_is_said_and_its_content_is_not(
+    served: ServedUpstream, tmp_path: Path, content: bytes
+) -> None:
+    file = tmp_path / "token"
+    file.write_bytes(content)
+    with exchanges(served.url, file) as exchange:
+        reply = exchange(DOCUMENT)
+    assert (reply.status, reply.unsure, served.headers) == (0, False, [])
+    assert reply.reason == f"{file} holds no token of one line: write it anew"
+
+
 def test_an_answer_that_is_too_long_to_be_one_is_not_kept(served: ServedUpstream) -> None:
     served.memory.wait_s = 1.0
 

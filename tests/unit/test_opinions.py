@@ -6,10 +6,12 @@ import base64
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
+from structlog.testing import capture_logs
 
 from appliance.adapters import oip
 from appliance.core.opinion import corrected
@@ -168,6 +170,17 @@ def test_a_server_that_is_not_there_is_said_by_its_address() -> None:
     opinions = Opinions(Queue(sample()), Settings(url="http://127.0.0.1:9"))  # type: ignore[arg-type] # its double
     with pytest.raises(Unavailable, match=r"http://127.0.0.1:9/v2/models/reader/infer does not answer"):
         opinions.work()
+
+
+def test_a_token_file_of_two_lines_costs_no_sample_and_its_content_is_told_to_nobody(
+    model: Model, tmp_path: Path
+) -> None:
+    file, queue = tmp_path / "token", Queue(sample())
+    file.write_text("secret\nsecond")
+    with capture_logs() as logged, pytest.raises(Unavailable, match="holds no token of one line") as refused:
+        Opinions(queue, Settings(url=model.url, token_file=file)).work()  # type: ignore[arg-type] # its double
+    assert (queue.opinions, model.paths) == ([], [])
+    assert "secret" not in f"{refused.value}{logged}"
 
 
 @pytest.mark.parametrize("fault", ["refused", "nonsense", "no picture"])
