@@ -144,8 +144,8 @@ class Listener:
             log.info("fleet_mqtt_up", broker=self._broker.host, port=self._broker.port)
 
 
-def _read(message: paho.MQTTMessage) -> tuple[str, str, bytes, int] | None:
-    """Device, rest of the topic, payload and session; None for what is none of ours."""
+def _read(message: paho.MQTTMessage) -> tuple[str, str, bytes, int, bool] | None:
+    """Device, rest of the topic, payload, session and whether it was retained; None for what is none of ours."""
     found = _TOPIC.fullmatch(message.topic)
     if not found:
         return None
@@ -157,4 +157,4 @@ def _read(message: paho.MQTTMessage) -> tuple[str, str, bytes, int] | None:
             return None
     number = str(session)
     known = number.isdecimal() and len(number) <= _LONGEST_NUMBER
-    return found[1], found[2], bytes(message.payload), int(number) if known else 0
+    return found[1], found[2], bytes(message.payload), int(number) if known else 0, message.retain

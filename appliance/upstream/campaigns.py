@@ -39,6 +39,8 @@ class Campaigns:
             msg = f"the campaign cannot be used: {error}"
             raise BadInput(msg) from error
         with self._database.writing() as tx:
+            if self._database.is_shared:  # else two that begin at once would not see each other's
+                tx.execute(select(func.pg_advisory_xact_lock(func.hashtext(plan.model))))
             going = and_(t.campaigns.c.model == plan.model, t.campaigns.c.state.in_(_ALIVE))
             other = tx.execute(select(t.campaigns.c.id).where(going)).scalars().first()
             if other:

@@ -14,7 +14,15 @@ from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, Table, event
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, InterfaceError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    DontWrapMixin,
+    InterfaceError,
+    NoSuchModuleError,
+    OperationalError,
+)
 
 from models.errors import BadInput, ConfigError, Unavailable
 
@@ -99,7 +107,7 @@ def _engine(url: str) -> Engine:
         raise ArgumentError(msg)
     engine = sqlalchemy.create_engine(
         parsed,
-        json_serializer=lambda value: orjson.dumps(value).decode(),
+        json_serializer=_written,
         json_deserializer=orjson.loads,
         pool_size=_CONNECTIONS,
         max_overflow=0,
@@ -111,6 +119,19 @@ def _engine(url: str) -> Engine:
         event.listen(engine, "connect", _prepare)
         event.listen(engine, "begin", _begin)
     return engine
+
+
+class _Unwritable(BadInput, DontWrapMixin):
+    """Told as it is by every driver: some write JSON before the statement, and some within it."""
+
+
+def _written(value: Any) -> str:  # noqa: ANN401 - JSON
+    """JSON as text; raises BadInput for what is nested deeper than can be written, though it could be read."""
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:
+        msg = f"the database cannot hold that ({error}): send what is nested less deeply"
+        raise _Unwritable(msg) from error
 
 
 def _prepare(connection: Any, _record: object) -> None:  # noqa: ANN401 - sqlite3's, behind SQLAlchemy's

@@ -242,24 +242,27 @@ class Ingest:
 
     # By MQTT
 
-    def told(self, reports: Iterable[tuple[str, str, bytes, int]]) -> None:
-        """Take in messages in their order: device, what follows it in the topic, payload, session; raises Unavailable.
+    def told(self, reports: Iterable[tuple[str, str, bytes, int, bool]]) -> None:
+        """Take in messages: device, what follows it in the topic, payload, session, whether the broker had retained it.
 
-        Of a device that brings its reports by /v1/sync only state and availability are taken, so nothing counts twice.
+        Raises Unavailable. Those of a device are taken in their order, and the devices in that of their names: two
+        replicas that each hold a device's row must not wait for each other.
+        What was retained is no news of a device. Of one that brings its reports by /v1/sync only state and
+        availability are taken, so nothing counts twice.
         """
         with self._database.writing() as tx:
-            for report in reports:
+            for report in sorted(reports, key=lambda report: report[0]):
                 self._told_or_lost(tx, *report)
 
-    def _told_or_lost(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
+    def _told_or_lost(self, tx: Connection, device_id: str, topic: str, *message: Any) -> None:  # noqa: ANN401 - `_told`'s
         """Take one in, or give it up if it cannot be kept: it would come again for ever, and hold up the others."""
         try:
             with tx.begin_nested():
-                self._told(tx, device_id, topic, payload, session)
-        except (DataError, Forbidden) as error:
+                self._told(tx, device_id, topic, *message)
+        except (DataError, BadInput, Forbidden) as error:
             log.warning("fleet_report_lost", device=device_id[:100], topic=topic[:100], reason=str(error)[:200])
 
-    def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int) -> None:
+    def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int, retained: bool) -> None:
         now = self._now()
         device = self._registered(tx, device_id, now)
         ours = t.devices.c.device_id == device_id
@@ -274,9 +277,11 @@ class Ingest:
             return
         if not isinstance(document, dict):
             return
-        tx.execute(update(t.devices).where(ours).values(last_seen=now))
+        if not retained:
+            tx.execute(update(t.devices).where(ours).values(last_seen=now))
         if topic == "state":
-            if session >= device.session:
+            older = retained and device.incarnation  # what /v1/sync has brought is as new, or newer
+            if session >= device.session and not older:
                 self._state(tx, device_id, document, session=session)
                 self._judge(tx, device_id, [], now)
             return

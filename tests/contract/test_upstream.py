@@ -39,6 +39,8 @@ CAMPAIGN = {"name": "n", "model": "m", "version": "2", "waves": [{"percent": 30,
 KEEP = Keeping(
     telemetry_s=30 * DAY_S, telemetry_rows=1000, samples_s=30 * DAY_S, samples_rows=1000, history_s=365 * DAY_S
 )
+NESTED = b'{"a": %b%b}' % (b"[" * 300, b"]" * 300)
+"""JSON that orjson reads and does not write."""
 
 
 @dataclass
@@ -540,6 +542,22 @@ def test_there_is_one_campaign_on_a_model_at_a_time_and_none_on_nobody(upstream:
         upstream.campaigns.begin("ann", {"wave": []})
 
 
+def test_of_two_who_begin_a_campaign_on_a_model_at_once_one_does(upstream: Upstream) -> None:
+    upstream.devices(2)
+    together = threading.Barrier(4)
+
+    def begin(_number: int) -> bool:
+        together.wait(30)
+        try:
+            upstream.campaigns.begin("ann", CAMPAIGN)
+        except Conflict:
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert sorted(pool.map(begin, range(4))) == [False, False, False, True]
+
+
 def test_replicas_that_step_at_the_same_time_do_each_step_once(upstream: Upstream, url: str) -> None:
     devices = upstream.devices(8)
     number = int(upstream.campaigns.begin("ann", {**CAMPAIGN, "waves": [{"percent": 50}, {"percent": 100}]})["id"])
@@ -685,9 +703,17 @@ def test_agreement_that_drops_stops_a_campaign(upstream: Upstream) -> None:
 # By MQTT
 
 
-def told(upstream: Upstream, topic: str, document: Any, session: int = 1, device_id: str = "d") -> None:  # noqa: ANN401 - a message
+def told(
+    upstream: Upstream,
+    topic: str,
+    document: Any,  # noqa: ANN401 - a message
+    session: int = 1,
+    device_id: str = "d",
+    *,
+    retained: bool = False,
+) -> None:
     payload = document if isinstance(document, bytes) else orjson.dumps(document)
-    upstream.ingest.told([(device_id, topic, payload, session)])
+    upstream.ingest.told([(device_id, topic, payload, session, retained)])
 
 
 def test_a_device_that_reports_by_mqtt_is_registered_and_each_report_counts_once(upstream: Upstream) -> None:
@@ -727,11 +753,12 @@ def test_a_message_that_cannot_be_kept_keeps_no_other_from_being_taken(upstream:
     odd: list[Any] = [{"models": 7, "update": [1], "labels": "x", "profile": {}}, {"models": [3, {"name": ["x"]}]}]
     upstream.ingest.told(
         [
-            *(("d", "state", orjson.dumps({**document, "session": 1}), 1) for document in odd),
-            ("d", "telemetry", b'{"at": "noon"}', 0),
-            ("d", "deployments", b'{"verdicts": 1, "started_at": []}', 0),
-            ("x" * 200, "telemetry", b"{}", 0),  # PostgreSQL takes no such name
-            ("e", "state", orjson.dumps({**running("1"), "session": 1}), 1),
+            *(("d", "state", orjson.dumps({**document, "session": 1}), 1, False) for document in odd),
+            ("d", "telemetry", b'{"at": "noon"}', 0, False),
+            ("d", "deployments", b'{"verdicts": 1, "started_at": []}', 0, False),
+            ("x" * 200, "telemetry", b"{}", 0, False),  # PostgreSQL takes no such name
+            ("d", "telemetry", NESTED, 0, False),
+            ("e", "state", orjson.dumps({**running("1"), "session": 1}), 1, False),
         ]
     )
     assert upstream.fleet.device("e")["versions"]["m"]["version"] == "1"
@@ -747,6 +774,40 @@ def test_what_a_database_cannot_hold_is_refused_as_the_devices_fault(upstream: U
     if upstream.database.is_shared:
         with pytest.raises(BadInput, match="the database cannot hold that"):
             device.report()
+
+
+def test_what_can_be_read_but_not_written_again_is_refused_as_the_devices_fault(upstream: Upstream) -> None:
+    device = upstream.device("d")
+    device.tell("alarm", **orjson.loads(NESTED))
+    with pytest.raises(BadInput, match="send what is nested less deeply"):
+        device.report()
+    assert upstream.rows(t.items) == 0
+
+
+def test_what_a_broker_had_retained_is_no_news_of_a_device(upstream: Upstream) -> None:
+    upstream.devices(1)
+    told(upstream, "state", running("1"), device_id="e")
+    before = [upstream.fleet.device(device_id) for device_id in ("d0", "e")]
+    upstream.clock[0] += 1000
+    for device_id in ("d0", "e"):
+        told(upstream, "state", running("0"), device_id=device_id, retained=True)
+    known, other = (upstream.fleet.device(device_id) for device_id in ("d0", "e"))
+    assert [known["last_seen"], other["last_seen"]] == [one["last_seen"] for one in before]
+    assert known["versions"] == before[0]["versions"]
+    assert other["versions"]["m"]["version"] == "0"  # nothing else is heard of this one
+
+
+def test_replicas_that_hear_of_the_same_devices_in_another_order_do_not_wait_for_each_other(upstream: Upstream) -> None:
+    names, together = [f"d{i}" for i in range(8)], threading.Barrier(2)
+
+    def hear(order: list[str]) -> None:
+        for i in range(20):
+            together.wait(30)
+            upstream.ingest.told([(name, "telemetry", b'{"at": %d}' % i, 0, False) for name in order])
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(hear, [names, names[::-1]]))
+    assert upstream.rows(t.items) == 160
 
 
 # Tokens and the log

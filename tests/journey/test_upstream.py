@@ -197,7 +197,7 @@ class CountingIngest(Ingest):
 
     messages = 0
 
-    def told(self, reports: Iterable[tuple[str, str, bytes, int]]) -> None:
+    def told(self, reports: Iterable[tuple[str, str, bytes, int, bool]]) -> None:
         found = list(reports)
         super().told(found)
         self.messages += len(found)
