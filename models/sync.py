@@ -15,6 +15,7 @@ or an opinion. The two ends are updated at different times: a reader passes over
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ KINDS = ("deployment", "alarm", "command_result", "telemetry", "sample")
 MOST_BYTES = 4 * 2**20
 """Of a batch before compression, unless the server says less."""
 LONGEST_ID = 128
+LONGEST_BATCH = 1024
+"""Items."""
 URGENT_SHARE = 0.1
 
 
@@ -193,6 +196,7 @@ def batch(data: object) -> Batch:
     read: Batch = _read(Batch, data)
     for name in ("batch_id", "device_id", "incarnation"):
         _check(name, getattr(read, name), lambda value: 0 < len(value) <= LONGEST_ID, f"1 to {LONGEST_ID} characters")
+    _check("items", read.items, lambda items: len(items) <= LONGEST_BATCH, f"at most {LONGEST_BATCH}")
     for i, item in enumerate(read.items):
         _check(f"items[{i}].number", item.number, lambda value: 0 < value < 2**63, "above 0 and below 2^63")
         _check(f"items[{i}].kind", item.kind, KINDS.__contains__, f"one of {', '.join(KINDS)}")
@@ -204,6 +208,7 @@ def answer(data: object) -> Answer:
     read: Answer = _read(Answer, data)
     for i, span in enumerate(read.received):
         _check(f"received[{i}]", span, _is_range, "two numbers, the first not above the last")
+    _check("received", read.received, lambda spans: list(spans) == sorted(spans), "ranges in order")
     _check("wait_s", read.wait_s, lambda value: value >= 0, "0 or more")
     _check("most_bytes", read.most_bytes, lambda value: value > 0, "above 0")
     return read
@@ -221,8 +226,9 @@ def ranges(numbers: Iterable[int]) -> Ranges:
 
 
 def within(spans: Ranges, number: int) -> bool:
-    """Whether a number is in one of the ranges."""
-    return any(first <= number <= last for first, last in spans)
+    """Whether a number is in one of the ranges, which are in order, as `ranges` makes them."""
+    at = bisect.bisect(spans, (number, 2**63)) - 1
+    return at >= 0 and number <= spans[at][1]
 
 
 def _is_range(span: tuple[int, ...]) -> bool:

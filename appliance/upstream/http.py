@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,6 +39,8 @@ _WRITERS = 6
 """Batches that are taken in at the same time."""
 _MOST_IN_HAND = 64
 """Batches that are taken in or wait for it; others are told to come later."""
+_MOST_OF_DEVICE = 2
+"""Of one device: a batch, and the one before, whose connection it gave up."""
 _LATER_S = 5.0
 _LOOK_S = 1.0
 """Between two looks for changes, however many watch."""
@@ -55,7 +58,7 @@ class SyncDoor:
         """Hand batches to `ingest`; `bodies` and `rates` bound what is in hand, and `registry` shows the counts."""
         self._ingest, self._tokens, self._bodies, self._rates = ingest, tokens, bodies, rates
         self._pool = ThreadPoolExecutor(_WRITERS, "ingest")
-        self._in_hand = 0
+        self._in_hand, self._of_device = 0, collections.Counter[str]()
         self._exchanges = Counter(
             "appliance_upstream_exchanges", "Batches by what became of them.", ["outcome"], registry=registry
         )
@@ -92,23 +95,32 @@ class SyncDoor:
             authorization = request.headers.get("authorization")
             device_id = await self._in_pool(lambda: self._tokens.device(request.scope, authorization))
             self._rates.enter(device_id, time.monotonic())
+            self._of_device[device_id] += 1
             try:
+                if self._of_device[device_id] > _MOST_OF_DEVICE:
+                    raise Overloaded("batches of this device are in hand already: wait for an answer", _LATER_S)
                 async with self._bodies.of(request) as body:
                     packed = known.get(b"content-encoding") == b"zstd"
                     with self._seconds.time():
                         return await self._in_pool(lambda: self._taken(device_id, body, packed=packed))
             finally:
                 self._rates.leave(device_id)
+                self._of_device[device_id] -= 1
+                if not self._of_device[device_id]:
+                    del self._of_device[device_id]
         finally:
             self._in_hand -= 1
 
     def _taken(self, device_id: str, body: bytes, *, packed: bool) -> sync.Answer:
         try:
-            batch = sync.batch(orjson.loads(_unpacked(body) if packed else body))
+            batch = sync.batch(orjson.loads(_unpacked(body) if packed else _bounded(body)))
         except ValueError as error:
             msg = f"the batch cannot be read: {error}"
             raise BadInput(msg) from error
-        return self._ingest.exchange(device_id, batch, sync.MOST_BYTES)
+        try:
+            return self._ingest.exchange(device_id, batch, sync.MOST_BYTES)
+        except RecursionError:
+            raise BadInput("the batch is nested too deeply: flatten it") from None
 
     async def _in_pool(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, call)
@@ -326,6 +338,10 @@ def _unpacked(body: bytes) -> bytes:
             content = reader.read(sync.MOST_BYTES + 1)
     except zstandard.ZstdError as error:
         raise ValueError(str(error)) from error
+    return _bounded(content)
+
+
+def _bounded(content: bytes) -> bytes:
     if len(content) > sync.MOST_BYTES:
         msg = f"the batch is over {sync.MOST_BYTES} bytes before compression: send fewer items"
         raise TooLarge(msg)

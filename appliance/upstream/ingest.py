@@ -259,7 +259,7 @@ class Ingest:
         try:
             with tx.begin_nested():
                 self._told(tx, device_id, topic, *message)
-        except (DataError, BadInput, Forbidden) as error:
+        except (DataError, BadInput, Forbidden, RecursionError) as error:
             log.warning("fleet_report_lost", device=device_id[:100], topic=topic[:100], reason=str(error)[:200])
 
     def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int, retained: bool) -> None:

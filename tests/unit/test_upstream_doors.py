@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,10 @@ class Server:
         )
         self._app = self.loop.run_until_complete(self._context.__aenter__())
 
-    def ask(
+    def ask(self, method: str, path: str, token: str = "", certificate: str = "", **request: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
+        return self.loop.run_until_complete(self.asked(method, path, token, certificate, **request))
+
+    async def asked(
         self,
         method: str,
         path: str,
@@ -59,13 +62,10 @@ class Server:
         async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ANN401 - ASGI's
             await self._app({**scope, **({"client_certificate": certificate} if certificate else {})}, receive, send)
 
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-            headers = request.pop("headers", {}) | ({"authorization": f"Bearer {token}"} if token else {})
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.request(method, path, headers=headers, **request)
-
-        return self.loop.run_until_complete(send())
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        headers = request.pop("headers", {}) | ({"authorization": f"Bearer {token}"} if token else {})
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers, **request)
 
     def token(self, role: str, device_id: str = "") -> str:
         self._made += 1
@@ -204,11 +204,13 @@ def test_what_is_no_batch_is_refused_and_why_is_said(server: Server) -> None:
         (zstandard.compress(b"{}"), 400, "batch_id is missing"),
         (batch(items=[nothing]), 400, "items[0].number must be"),
         (zstandard.compress(b" " * (sync.MOST_BYTES + 1)), 413, "over 4194304 bytes"),
+        (batch(items=[nothing | {"number": i} for i in range(1, 1026)]), 400, "at most 1024"),
     ):
         answer = server.sync(body, token)
         assert answer.status_code == status
         assert why in error_of(answer)
         assert status != 413 or answer.json()["most_bytes"] == sync.MOST_BYTES
+    assert server.ask("POST", sync.PATH, token, content=b" " * (sync.MOST_BYTES + 1)).status_code == 413
 
 
 def test_more_batches_than_can_be_in_hand_are_told_to_come_later(
@@ -220,6 +222,30 @@ def test_more_batches_than_can_be_in_hand_are_told_to_come_later(
     assert answer.status_code == 429
     assert int(answer.headers["retry-after"]) >= 5
     assert b'exchanges_total{outcome="Overloaded"} 1.0' in generate_latest(server.registry)
+
+
+def test_a_device_that_lets_its_batches_trickle_in_keeps_no_other_device_waiting(server: Server) -> None:
+    slow, other = server.token("device", "slow"), server.token("device", "d")
+
+    async def scenario() -> None:
+        enough = asyncio.Event()
+
+        async def trickle() -> AsyncIterator[bytes]:
+            yield b"{"
+            await enough.wait()
+
+        stalled = [asyncio.create_task(server.asked("POST", sync.PATH, slow, content=trickle())) for _ in range(70)]
+        ended, waiting = await asyncio.wait(stalled, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        while len(waiting) > 2:
+            ended, waiting = await asyncio.wait(stalled, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.sleep(0)
+        assert {task.result().status_code for task in ended} == {429}
+        assert (await server.asked("POST", sync.PATH, other, json=batch("d"))).status_code == 200
+        enough.set()
+        await asyncio.wait(waiting)
+        assert (await server.asked("POST", sync.PATH, slow, json=batch("slow"))).status_code == 200
+
+    server.loop.run_until_complete(scenario())
 
 
 def test_while_the_database_does_not_answer_nothing_is_acknowledged(
