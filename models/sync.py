@@ -19,6 +19,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from models import schema
@@ -227,7 +228,7 @@ def ranges(numbers: Iterable[int]) -> Ranges:
 
 def within(spans: Ranges, number: int) -> bool:
     """Whether a number is in one of the ranges, which are in order, as `ranges` makes them."""
-    at = bisect.bisect(spans, (number, 2**63)) - 1
+    at = bisect.bisect(spans, number, key=itemgetter(0)) - 1
     return at >= 0 and number <= spans[at][1]
 
 
