@@ -95,6 +95,8 @@ class _Figures:
     """Why the last did not come off; empty where it did."""
     held: str = ""
     """Why telemetry and samples wait; empty where they need not."""
+    too_large: int = 0
+    """Items that no row of the server would have held, though they were shortened."""
 
 
 @dataclass(slots=True)
@@ -187,6 +189,7 @@ class CloudSync:
             "works": not figures.reason,
             "reason": figures.reason or None,
             "held": figures.held or None,
+            "too_large": figures.too_large,
             "last_s_ago": None if figures.at is None else round(now - figures.at, 1),
             "next_in_s": round(max(0.0, max(self._not_before, self._due_at) - now), 1),
             "exchanges": figures.exchanges,
@@ -202,7 +205,18 @@ class CloudSync:
     # What there is to tell
 
     def put(self, kind: str, payload: Mapping[str, Any], *, safe: Callable[[], None] = lambda: None) -> None:
-        """Let an item wait for upstream; `safe` is called, in any thread, when it will not be lost."""
+        """Let an item wait for upstream; `safe` is called, in any thread, when it will not be lost.
+
+        What a row of the server has no room for is shortened, or else given up.
+        """
+        short = payload if kind == "sample" else sync.shortened(payload)
+        if short is None or "shortened" in short:
+            log.warning("sync_item_too_large", kind=kind, left_out=short and short["shortened"])
+        if short is None:
+            self._figures.too_large += 1
+            safe()
+            return
+        payload = short
         self._spool.put(_KINDS[kind], kind, orjson.dumps(payload), at=self._wall(), when_safe=safe)
         if _KINDS[kind] not in SPARE or (self.waiting and kind == "sample"):
             self._urgent = True
@@ -296,7 +310,8 @@ class CloudSync:
         acks = Acks(tuple(sorted(self._orders.safe)), tuple(sorted(self._opinions.safe)))
         status = self._service.status()
         profile = status.get("profile", {}).get("name", "")
-        state = orjson.dumps({**lasting_state(status), "profile": profile, "labels": self._config.labels})
+        told = sync.shortened({**lasting_state(status), "profile": profile, "labels": dict(self._config.labels)})
+        state = orjson.dumps(told) if told else self._told
         batch = Batch(
             batch_id=uuid.uuid4().hex,
             device_id=self._service.device_id,
@@ -308,7 +323,7 @@ class CloudSync:
             exchange=self._answered,
         )
         document = schema.dump(batch)
-        if state != self._told:
+        if state and state != self._told:
             document["state"] = orjson.Fragment(state)
         room_bytes = most_bytes - len(orjson.dumps(document))
         kinds = [kind for kind in Kind if kind not in SPARE or not self._figures.held]

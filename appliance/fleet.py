@@ -118,7 +118,7 @@ def _sync(
     from appliance.adapters.exchange import Exchanges  # noqa: PLC0415 - see the top
     from appliance.adapters.spool import Spool  # noqa: PLC0415
     from appliance.cloudsync import CloudSync  # noqa: PLC0415
-    from appliance.core.sync import MOST_ITEMS  # noqa: PLC0415
+    from models.sync import MOST_ITEMS  # noqa: PLC0415
 
     rules = Rules(
         most_bytes=told.spool_bytes,

@@ -278,6 +278,16 @@ class Fleet(_Part):
     history_days: float = Field(
         default=730.0, gt=0, le=36600, description="older deployments, alarms and answers to orders are deleted"
     )
+    history_rows: int = Field(default=1_000_000, gt=0, description="most rows of each of these three")
+    device_rows: int = Field(default=50_000, gt=0, description="most rows of each kind that one device may have")
+    device_lives: int = Field(
+        default=100, gt=0, description="a device may be flashed anew so often until reports of the first count anew"
+    )
+    audit_days: float = Field(default=3660.0, gt=0, le=36600, description="older entries of the audit log are deleted")
+    audit_rows: int = Field(
+        default=1_000_000, gt=0, description="most entries that devices make by themselves; those of people stay"
+    )
+    device_entries: int = Field(default=1000, gt=0, description="most of these of one device")
 
 
 class SecondOpinion(_Part):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -33,9 +34,13 @@ KINDS = ("deployment", "alarm", "command_result", "telemetry", "sample")
 """Of items; the first is sent first. Telemetry and samples may be given up where there is no room, the others never."""
 MOST_BYTES = 4 * 2**20
 """Of a batch before compression, unless the server says less."""
+MOST_ITEMS = 256
+"""In a batch."""
+ROW_BYTES = 64 * 1024
+"""Of the JSON of a state, and of each payload but a sample's; that one is bounded by its batch."""
 LONGEST_ID = 128
-LONGEST_BATCH = 1024
-"""Items."""
+_LONGEST_TEXT = 1000
+"""Characters that are left of a text where there is no room for it."""
 URGENT_SHARE = 0.1
 
 
@@ -197,11 +202,40 @@ def batch(data: object) -> Batch:
     read: Batch = _read(Batch, data)
     for name in ("batch_id", "device_id", "incarnation"):
         _check(name, getattr(read, name), lambda value: 0 < len(value) <= LONGEST_ID, f"1 to {LONGEST_ID} characters")
-    _check("items", read.items, lambda items: len(items) <= LONGEST_BATCH, f"at most {LONGEST_BATCH}")
+    _check("items", read.items, lambda items: len(items) <= MOST_ITEMS, f"at most {MOST_ITEMS}")
     for i, item in enumerate(read.items):
         _check(f"items[{i}].number", item.number, lambda value: 0 < value < 2**63, "above 0 and below 2^63")
         _check(f"items[{i}].kind", item.kind, KINDS.__contains__, f"one of {', '.join(KINDS)}")
+        if item.kind != "sample":
+            check_row(f"items[{i}].payload", item.payload)
+    check_row("state", read.state or {})
     return read
+
+
+def check_row(name: str, content: Mapping[str, Any]) -> None:
+    """Raise SchemaError, and RecursionError, for what is more than a row may hold."""
+    _check(name, _size_bytes(content), lambda size: size <= ROW_BYTES, f"at most {ROW_BYTES} bytes")
+
+
+def shortened(content: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """As much of a payload or a state as a row may hold; None where even that is too much.
+
+    The largest of its parts are left empty, or are cut where they are texts, and are named as `shortened`.
+    """
+    if _size_bytes(content) <= ROW_BYTES:
+        return content
+    short, cut = dict(content), list[str]()
+    short["shortened"] = cut
+    over_bytes = _size_bytes(short) - ROW_BYTES
+    parts = {key: _size_bytes(value) for key, value in content.items() if isinstance(value, str | list | tuple | dict)}
+    for key in sorted(parts, key=parts.__getitem__, reverse=True):
+        if over_bytes <= 0:
+            break
+        value = content[key]
+        short[key] = {} if isinstance(value, dict) else value[: _LONGEST_TEXT if isinstance(value, str) else 0]
+        cut.append(key)
+        over_bytes += _size_bytes(short[key]) + len(",") + _size_bytes(key) - parts[key]
+    return short if _size_bytes(short) <= ROW_BYTES else None
 
 
 def answer(data: object) -> Answer:
@@ -230,6 +264,10 @@ def within(spans: Ranges, number: int) -> bool:
     """Whether a number is in one of the ranges, which are in order, as `ranges` makes them."""
     at = bisect.bisect(spans, number, key=itemgetter(0)) - 1
     return at >= 0 and number <= spans[at][1]
+
+
+def _size_bytes(content: object) -> int:
+    return len(json.dumps(content, ensure_ascii=False, separators=(",", ":"), default=str).encode())
 
 
 def _is_range(span: tuple[int, ...]) -> bool:

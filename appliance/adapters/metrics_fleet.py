@@ -37,7 +37,7 @@ def _of_sync(sync: Mapping[str, Any]) -> Iterator[Metric]:
     for kind, count in spool["waiting"].items():
         waiting.add_metric([kind], float(count))
     dropped = CounterMetricFamily("appliance_sync_dropped", "Items given up, by reason.", labels=("reason",))
-    for reason, count in (*spool["dropped"].items(), ("refused", spool["refused"])):
+    for reason, count in (*spool["dropped"].items(), ("refused", spool["refused"]), ("large", sync["too_large"])):
         dropped.add_metric([reason], float(count))
     yield from (waiting, dropped)
     yield GaugeMetricFamily("appliance_sync_bytes", "What waits takes.", value=float(spool["waiting_bytes"]))

@@ -10,7 +10,6 @@ from models import sync
 HOUR_S = 3600.0
 _HOURS = 25
 """With the one that is not over yet: they cover any 24 hours."""
-MOST_ITEMS = 256
 
 
 class Allowance:
@@ -55,7 +54,7 @@ class Fit:
     """
 
     most_bytes: int = sync.MOST_BYTES
-    most_items: int = MOST_ITEMS
+    most_items: int = sync.MOST_ITEMS
     suspect: int | None = None
     """Number of the item that was refused alone last."""
     doubted: int | None = None
@@ -63,7 +62,7 @@ class Fit:
 
     def passed(self, most_bytes: int) -> int | None:
         """A batch was taken, and the next may have `most_bytes`; the number of the item to give up, if there is one."""
-        self.most_bytes, self.most_items = most_bytes, min(MOST_ITEMS, max(1, 2 * self.most_items))
+        self.most_bytes, self.most_items = most_bytes, min(sync.MOST_ITEMS, max(1, 2 * self.most_items))
         suspect, self.suspect = self.suspect, None
         if suspect is None or suspect == self.doubted:
             return suspect

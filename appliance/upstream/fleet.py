@@ -17,7 +17,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, delete, func, or_, select, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    or_,
+    select,
+    true,
+    update,
+)
 
 from appliance.upstream import tables as t
 from appliance.upstream.database import Database
@@ -26,6 +40,7 @@ from models.orders import PAYLOAD_TYPE
 
 MOST_DEVICES = 1000
 """On one page."""
+_HISTORY = ("deployment", "alarm", "command_result")
 _MOST_EVENTS = 200
 _MOST_NAMES = 64
 """Groups, labels or pins of one device."""
@@ -34,15 +49,29 @@ _MOST_ENVELOPES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """What is kept of one kind, the latest rows; None is no bound."""
+
+    age_s: float | None = None
+    rows: int | None = None
+    """In all."""
+    of_device: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Keeping:
     """How long and how much of it is kept."""
 
-    telemetry_s: float
-    telemetry_rows: int
-    samples_s: float
-    samples_rows: int
-    history_s: float
-    """Of deployments, alarms and answers to orders."""
+    telemetry: Bound
+    history: Bound
+    """Of deployments, of alarms, and of answers to orders."""
+    samples: Bound
+    lives: Bound
+    """Of devices, besides the present one."""
+    doings: Bound
+    """Entries of the audit log that devices have made."""
+    actions: Bound
+    """Those of people and of campaigns: nothing that devices do may push them out."""
 
 
 class Fleet:
@@ -68,7 +97,7 @@ class Fleet:
             (document,) = self._documents(tx, [_device(tx, device_id)])
             told = tx.execute(
                 select(t.items)
-                .where(t.items.c.device_id == device_id, t.items.c.kind.in_(("deployment", "alarm", "command_result")))
+                .where(t.items.c.device_id == device_id, t.items.c.kind.in_(_HISTORY))
                 .order_by(t.items.c.received_at.desc())
                 .limit(_MOST_EVENTS)
             )
@@ -265,39 +294,46 @@ class Fleet:
 
     def forget(self, keep: Keeping) -> dict[str, int]:
         """Delete what is older or more than is kept; how many rows, by kind. Pictures go when their time has come."""
-        now, gone = self._now(), {}
+        told, heard = t.items.c.kind, t.streams.c.heard_at
+        alive = exists().where(
+            t.devices.c.device_id == t.streams.c.device_id, t.devices.c.incarnation == t.streams.c.incarnation
+        )
+        doing = t.audit.c.action.in_(t.DOINGS)
+        gone = {
+            "telemetry": self._thin_out(told == "telemetry", t.items.c.received_at, keep.telemetry),
+            **{kind: self._thin_out(told == kind, t.items.c.received_at, keep.history) for kind in _HISTORY},
+            "sample": self._thin_out(true(), t.samples.c.received_at, keep.samples),
+            "life": self._thin_out(~alive, heard, keep.lives),
+            "doing": self._thin_out(doing, t.audit.c.at, keep.doings),
+            "action": self._thin_out(~doing, t.audit.c.at, keep.actions),
+        }
+        now = self._now()
         with self._database.writing() as tx:
-            for kind, age_s in (
-                ("telemetry", keep.telemetry_s),
-                ("deployment", keep.history_s),
-                ("alarm", keep.history_s),
-                ("command_result", keep.history_s),
-            ):
-                old = and_(t.items.c.kind == kind, t.items.c.received_at < now - age_s)
-                gone[kind] = tx.execute(delete(t.items).where(old)).rowcount
-            oldest = _oldest_kept(
-                tx,
-                select(t.items.c.received_at).where(t.items.c.kind == "telemetry"),
-                t.items.c.received_at,
-                keep.telemetry_rows,
-            )
-            if oldest is not None:
-                surplus = and_(t.items.c.kind == "telemetry", t.items.c.received_at < oldest)
-                gone["telemetry"] += tx.execute(delete(t.items).where(surplus)).rowcount
-            old = t.samples.c.received_at < now - keep.samples_s
-            oldest = _oldest_kept(tx, select(t.samples.c.received_at), t.samples.c.received_at, keep.samples_rows)
-            if oldest is not None:
-                old = or_(old, t.samples.c.received_at < oldest)
-            gone["sample"] = tx.execute(delete(t.samples).where(old)).rowcount
             seen = and_(t.samples.c.sample.is_not(None), t.samples.c.keep_until < now)
             over = or_(t.samples.c.answered_at.is_not(None), t.samples.c.keep_until > t.samples.c.received_at)
             tx.execute(update(t.samples).where(seen, over).values(sample=None))
         return gone
 
+    def _thin_out(self, those: ColumnElement[bool], at: Column[float], keep: Bound) -> int:
+        """Delete of `those` rows what is more than is kept, by the time in their column `at`; how many rows.
 
-def _oldest_kept(tx: Connection, those: Select[Any], at: Any, rows: int) -> float | None:  # noqa: ANN401 - a column
-    """The time of the row that is the last to be kept; None where there are no more than that."""
-    return tx.execute(those.order_by(at.desc()).offset(rows - 1).limit(1)).scalar_one_or_none()
+        What that is, is looked for before: while a transaction writes, devices wait.
+        """
+        device, surplus = at.table.c.device_id, list[ColumnElement[bool]]()
+        if keep.age_s is not None:
+            surplus.append(at < self._now() - keep.age_s)
+        with self._database.reading() as tx:
+            parts = [(true(), keep.rows)] if keep.rows else []
+            if keep.of_device:
+                crowded = select(device).where(those).group_by(device).having(func.count() > keep.of_device)
+                parts += [(device == name, keep.of_device) for name in tx.execute(crowded).scalars()]
+            for part, most in parts:
+                latest = select(at).where(those, part).order_by(at.desc())
+                oldest = tx.execute(latest.offset(most - 1).limit(1)).scalar_one_or_none()
+                if oldest is not None:
+                    surplus.append(and_(part, at < oldest))
+        with self._database.writing() as tx:
+            return sum(tx.execute(delete(at.table).where(those, which)).rowcount for which in surplus)
 
 
 def _chosen(group: str, label: str) -> Select[Any]:

@@ -22,7 +22,7 @@ from appliance.upstream.broker import Listener
 from appliance.upstream.callers import FleetGate, Tokens
 from appliance.upstream.campaigns import Campaigns
 from appliance.upstream.database import Database
-from appliance.upstream.fleet import Fleet, Keeping
+from appliance.upstream.fleet import Bound, Fleet, Keeping
 from appliance.upstream.ingest import Ingest
 from appliance.upstream.opinions import Opinions
 from appliance.upstream.samples import Samples
@@ -91,11 +91,12 @@ async def home(
         ours = http.build(sync_door, http.FleetDoor(fleet, campaigns, tokens, samples, changes, bodies))
         gate = FleetGate(ours, app.rules, app.file, app.rates, tokens)
         keep = Keeping(
-            telemetry_s=told.telemetry_days * _DAY_S,
-            telemetry_rows=told.telemetry_rows,
-            samples_s=told.sample_days * _DAY_S,
-            samples_rows=told.sample_rows,
-            history_s=told.history_days * _DAY_S,
+            telemetry=Bound(told.telemetry_days * _DAY_S, told.telemetry_rows, told.device_rows),
+            history=Bound(told.history_days * _DAY_S, told.history_rows, told.device_rows),
+            samples=Bound(told.sample_days * _DAY_S, told.sample_rows, told.device_rows),
+            lives=Bound(of_device=told.device_lives),
+            doings=Bound(told.audit_days * _DAY_S, told.audit_rows, told.device_entries),
+            actions=Bound(told.audit_days * _DAY_S),
         )
         gauge = Gauge("appliance_upstream_devices", "Devices that are registered.", ["state"], registry=registry)
 

@@ -113,11 +113,11 @@ class SyncDoor:
 
     def _taken(self, device_id: str, body: bytes, *, packed: bool) -> sync.Answer:
         try:
-            batch = sync.batch(orjson.loads(_unpacked(body) if packed else _bounded(body)))
-        except ValueError as error:
-            msg = f"the batch cannot be read: {error}"
-            raise BadInput(msg) from error
-        try:
+            try:
+                batch = sync.batch(orjson.loads(_unpacked(body) if packed else _bounded(body)))
+            except ValueError as error:
+                msg = f"the batch cannot be read: {error}"
+                raise BadInput(msg) from error
             return self._ingest.exchange(device_id, batch, sync.MOST_BYTES)
         except RecursionError:
             raise BadInput("the batch is nested too deeply: flatten it") from None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -35,7 +36,7 @@ _MOST_COMMANDS, _MOST_OPINIONS = 32, 64
 """In one answer."""
 _MOST_RANGES = 10_000
 """Of one life. Beyond, the oldest gap counts as taken: what was in it has been given up by the device."""
-_LONGEST_LABEL = 128
+_LONGEST_LABEL, _MOST_LABELS = 128, 64
 
 
 class Ingest:
@@ -76,6 +77,7 @@ class Ingest:
                 update(t.streams)
                 .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == batch.incarnation)
                 .values(
+                    heard_at=now,
                     exchange=exchange,
                     batch_id=batch.batch_id,
                     sent_at=max(stream.sent_at, batch.sent_at),
@@ -112,7 +114,7 @@ class Ingest:
         stream = tx.execute(locked).one_or_none()
         if stream is not None and not _comes_back(tx, batch, device):
             return device, stream
-        life = {"device_id": device_id, "incarnation": incarnation, "first_seen": now, "received": []}
+        life = {"device_id": device_id, "incarnation": incarnation, "heard_at": now, "received": []}
         if stream is not None or self._database.add(tx, t.streams, life):
             tx.execute(
                 update(t.devices).where(t.devices.c.device_id == device_id).values(incarnation=incarnation, state=None)
@@ -206,7 +208,7 @@ class Ingest:
         tx.execute(delete(t.labels).where(t.labels.c.device_id == device_id, ~t.labels.c.own))
         rows = [
             {"device_id": device_id, "key": key[:_LONGEST_LABEL], "value": str(value)[:_LONGEST_LABEL], "own": False}
-            for key, value in reported.items()
+            for key, value in islice(reported.items(), _MOST_LABELS)
         ]
         if rows:
             tx.execute(self._database.insert(t.labels).on_conflict_do_nothing(), rows)
@@ -261,7 +263,7 @@ class Ingest:
         try:
             with tx.begin_nested():
                 self._told(tx, device_id, topic, *message)
-        except (DataError, BadInput, Forbidden, RecursionError) as error:
+        except (DataError, BadInput, Forbidden, SchemaError, RecursionError) as error:
             log.warning("fleet_report_lost", device=device_id[:100], topic=topic[:100], reason=str(error)[:200])
 
     def _told(self, tx: Connection, device_id: str, topic: str, payload: bytes, session: int, retained: bool) -> None:
@@ -279,6 +281,7 @@ class Ingest:
             return
         if not isinstance(document, dict):
             return
+        sync.check_row(topic, document)
         if not retained:
             tx.execute(update(t.devices).where(ours).values(last_seen=now))
         if topic == "state":
@@ -342,6 +345,7 @@ def _desired(tx: Connection, device: Row[Any]) -> Desired:
 
 
 def _note(tx: Connection, now: float, action: str, device_id: str, detail: Mapping[str, Any]) -> None:
+    """Write into the audit log what a device did, one of `tables.DOINGS`."""
     row = {"at": now, "by": device_id, "action": action, "device_id": device_id, "detail": dict(detail)}
     tx.execute(t.audit.insert().values(row))
 

@@ -55,7 +55,7 @@ streams = Table(  # one for each life of a device
     metadata,
     Column("device_id", _NAME, primary_key=True),
     Column("incarnation", _NAME, primary_key=True),
-    Column("first_seen", Float, nullable=False),
+    Column("heard_at", Float, nullable=False),
     Column("exchange", BigInteger, nullable=False, server_default="0"),  # number of the last answer
     Column("batch_id", _NAME, nullable=False, server_default=""),  # that it answered
     Column("sent_at", Float, nullable=False, server_default="0"),  # of that batch, by the device's clock
@@ -165,6 +165,8 @@ tokens = Table(
     Column("made_by", _NAME, nullable=False),
     Index("tokens_of", "device_id"),
 )
+DOINGS = ("registered", "flashed anew", "came back", "restored")
+"""Actions in the audit log that are devices' own; all others are those of people and of campaigns."""
 audit = Table(
     "audit",
     metadata,

@@ -25,20 +25,19 @@ from appliance.upstream import tables as t
 from appliance.upstream.callers import Tokens
 from appliance.upstream.campaigns import Campaigns
 from appliance.upstream.database import Database
-from appliance.upstream.fleet import Fleet, Keeping
+from appliance.upstream.fleet import Bound, Fleet, Keeping
 from appliance.upstream.ingest import Ingest
 from appliance.upstream.samples import Samples
 from models import schema
 from models.errors import BadInput, ConfigError, Conflict, Forbidden, NotFound, Unauthenticated
-from models.sync import Answer, Batch, Opinion, Part, Sample
+from models.sync import ROW_BYTES, Answer, Batch, Opinion, Part, Sample
 
 pytestmark = pytest.mark.contract
 
 DAY_S = 86400.0
 CAMPAIGN = {"name": "n", "model": "m", "version": "2", "waves": [{"percent": 30, "canary": True}, {"percent": 100}]}
-KEEP = Keeping(
-    telemetry_s=30 * DAY_S, telemetry_rows=1000, samples_s=30 * DAY_S, samples_rows=1000, history_s=365 * DAY_S
-)
+MONTH = Bound(30 * DAY_S, 1000, 1000)
+KEEP = Keeping(MONTH, MONTH, MONTH, lives=Bound(of_device=3), doings=Bound(of_device=7), actions=Bound())
 NESTED = b'{"a": %b%b}' % (b"[" * 300, b"]" * 300)
 """JSON that orjson reads and does not write."""
 
@@ -758,11 +757,15 @@ def test_a_message_that_cannot_be_kept_keeps_no_other_from_being_taken(upstream:
             ("d", "deployments", b'{"verdicts": 1, "started_at": []}', 0, False),
             ("x" * 200, "telemetry", b"{}", 0, False),  # PostgreSQL takes no such name
             ("d", "telemetry", NESTED, 0, False),
+            ("d", "telemetry", b'{"at": 1, "text": "%b"}' % (b"x" * ROW_BYTES), 0, False),
+            ("d", "state", b'{"ready": true, "text": "%b"}' % (b"x" * ROW_BYTES), 0, False),
             ("e", "state", orjson.dumps({**running("1"), "session": 1}), 1, False),
         ]
     )
     assert upstream.fleet.device("e")["versions"]["m"]["version"] == "1"
-    assert upstream.fleet.device("d")["versions"] == {"['x']": {"version": None, "digest": None}}
+    shown = upstream.fleet.device("d")
+    assert (shown["versions"], shown["health"]) == ({"['x']": {"version": None, "digest": None}}, "not ready")
+    assert upstream.rows(t.items) == (2 if upstream.database.is_shared else 3)
 
 
 def test_what_a_database_cannot_hold_is_refused_as_the_devices_fault(upstream: Upstream) -> None:
@@ -884,9 +887,91 @@ def test_more_telemetry_and_samples_than_are_kept_are_deleted_the_oldest_first(u
         device.report()
     device.tell("alarm", text="kept")
     device.report()
-    few = Keeping(30 * DAY_S, 3, 30 * DAY_S, 4, 365 * DAY_S)
+    few = replace(KEEP, telemetry=Bound(30 * DAY_S, 3), samples=Bound(30 * DAY_S, 4))
     assert upstream.fleet.forget(few)["telemetry"] == 7
     with upstream.database.reading() as tx:
         kept = tx.execute(select(t.items.c.payload).where(t.items.c.kind == "telemetry")).scalars()
         assert sorted(row["i"] for row in kept) == [7, 8, 9]
     assert (upstream.rows(t.samples), upstream.rows(t.items)) == (4, 4)
+
+
+def test_a_device_that_is_flashed_without_end_leaves_no_more_than_is_kept_and_pushes_out_nobody(
+    upstream: Upstream,
+) -> None:
+    quiet = upstream.device("quiet")
+    quiet.tell("alarm", n=-1)
+    quiet.report()
+    upstream.devices(1)
+    upstream.fleet.change("d0", "d0", {"paused": True})  # a person whose token has the device's name
+    keep, last, clock = replace(KEEP, history=Bound(30 * DAY_S, 1000, 9)), list[Batch](), upstream.clock
+    for i in range(60):
+        clock[0] += 1
+        device = upstream.device("d0", f"life-{i}")
+        device.tell("alarm", n=i)
+        last = [*last[-2:], device.batch()]
+        upstream.exchange(last[-1])
+        if i % 20 == 19:
+            upstream.fleet.forget(keep)
+    assert upstream.rows(t.streams) == 1 + 1 + 3  # of the quiet one, the present life, and those before
+    done = [entry["action"] for entry in upstream.fleet.audited()["audit"] if entry["device_id"] == "d0"]
+    assert done == ["flashed anew"] * 7 + ["changed"]
+    for batch in last:
+        upstream.exchange(batch)
+    told = [event["payload"]["n"] for event in upstream.fleet.device("d0")["timeline"] if event["kind"] == "alarm"]
+    assert told == list(range(59, 50, -1))
+    assert [event["kind"] for event in upstream.fleet.device("quiet")["timeline"]].count("alarm") == 1
+    assert upstream.fleet.device("d0")["incarnation"] == "life-59"
+
+
+def test_the_life_to_which_a_device_comes_back_is_remembered_however_often_its_disk_was_away(
+    upstream: Upstream,
+) -> None:
+    own, clock = upstream.device("d"), upstream.clock
+    own.tell("telemetry", n=1)
+    first = own.batch()
+    upstream.exchange(first)
+    for i in range(8):
+        for device in (upstream.device("d", f"without-disk-{i}"), upstream.device("d")):
+            clock[0] += 5 * DAY_S
+            upstream.exchange(replace(device.batch(), sent_at=clock[0], clock_synced=True))
+        upstream.fleet.forget(KEEP)
+    assert upstream.rows(t.items) == 0  # it is older than a month
+    upstream.exchange(first)
+    assert upstream.rows(t.items) == 0
+    assert upstream.rows(t.streams) == 1 + 3
+
+
+def test_a_database_of_the_version_before_is_brought_to_this_shape_and_keeps_what_was_taken(url: str) -> None:
+    opened = Upstream(Database(url))
+    device = opened.device("d")
+    device.tell("alarm", text="hot")
+    batch = device.batch()
+    opened.exchange(batch)
+    with opened.database.writing() as tx:
+        tx.execute(text("ALTER TABLE streams RENAME COLUMN heard_at TO first_seen"))
+        tx.execute(text("UPDATE alembic_version SET version_num = '0001'"))
+    opened.database.close()
+    again = Upstream(Database(url))
+    assert again.exchange(batch).received == ((1, 1),)
+    assert again.rows(t.items) == 1
+    again.database.close()
+
+
+@pytest.mark.long
+def test_thousands_of_starts_and_flashings_make_no_database_grow_without_end(tmp_path: Path) -> None:
+    upstream = Upstream(Database(f"sqlite:///{tmp_path / 'upstream.db'}"))
+    keep = replace(KEEP, telemetry=Bound(30 * DAY_S, 1000, 200), history=Bound(30 * DAY_S, 1000, 200))
+    sizes = []
+    for turn in range(5):
+        for i in range(500):
+            upstream.clock[0] += 60
+            for name, life in (("starts", "one life"), ("flashed", f"life-{turn}-{i}")):
+                device = upstream.device(name, life)
+                device._number = 500 * turn + i  # noqa: SLF001 - it starts: its numbers go on
+                device.tell("alarm", text="x" * 200)
+                device.report()
+        upstream.fleet.forget(keep)
+        sizes.append((tmp_path / "upstream.db").stat().st_size)
+    assert sizes[-1] <= sizes[1] * 1.1
+    assert (upstream.rows(t.items), upstream.rows(t.streams)) == (400, 1 + 1 + 3)
+    upstream.database.close()

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from appliance.core.sync import HOUR_S, MOST_ITEMS, Allowance, Fit
+from appliance.core.sync import HOUR_S, Allowance, Fit
+from models.sync import MOST_ITEMS
 
 pytestmark = pytest.mark.property
 

@@ -15,9 +15,9 @@ from appliance.adapters.spool import Spool
 from appliance.cloudsync import CloudSync
 from appliance.core.clock import RELEASED_AT
 from appliance.core.outbox import Rules
-from appliance.core.sync import MOST_ITEMS
 from appliance.service import Service
 from appliance.settings import Upstream
+from models.sync import MOST_ITEMS
 
 DEVICE = "dock-7"
 SHORT = Rules(window=MOST_ITEMS, replay_per_s=1e6)

@@ -14,8 +14,7 @@ from support.syncing import DEVICE, device, lived, told
 
 from appliance.adapters.exchange import Reply
 from appliance.core.outbox import Rules
-from appliance.core.sync import MOST_ITEMS
-from models.sync import Desired, Opinion, Ordered
+from models.sync import MOST_ITEMS, Desired, Opinion, Ordered
 
 pytestmark = pytest.mark.unit
 
@@ -54,6 +53,23 @@ async def test_what_matters_most_goes_first(tmp_path: Path, upstream: MemoryUpst
             "telemetry",
             "sample",
         ]
+
+
+@lived
+async def test_what_no_row_would_hold_is_shortened_or_given_up_and_holds_up_nothing(
+    tmp_path: Path, upstream: MemoryUpstream
+) -> None:
+    safe: list[str] = []
+    with device(tmp_path, upstream, labels={str(n): "x" * 90 for n in range(1000)}) as one:
+        one.sync.put("command_result", {"n": 1, "result": {"log": "x" * 100_000}})
+        one.sync.put("alarm", {"n": 2, **{f"key {i}": i for i in range(20_000)}}, safe=lambda: safe.append("alarm"))
+        one.sync.put("telemetry", {"n": 3})
+        await one.live(10)
+        assert told(upstream) == [1, 3]
+        (result,) = upstream.of(DEVICE, "command_result")
+        assert result.payload == {"n": 1, "result": {}, "shortened": ["result"]}
+        assert (safe, one.sync.status()["too_large"], one.sync.status()["works"]) == (["alarm"], 1, True)
+        assert upstream.states[DEVICE]["shortened"] == ["labels"]  # type: ignore[index] # a table
 
 
 @lived

@@ -1,6 +1,7 @@
 """What a device and its upstream say to each other is read back as written, or refused by what is wrong with it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -87,6 +88,22 @@ def test_what_is_no_batch_is_refused_by_the_name_of_what_is_wrong(change: dict[s
 def test_what_is_no_answer_is_refused_by_the_name_of_what_is_wrong(change: dict[str, object], why: str) -> None:
     with pytest.raises(SchemaError, match=why):
         sync.answer({**over_the_wire(ANSWER), **change})
+
+
+def test_a_picture_may_be_larger_than_a_row_and_nothing_else() -> None:
+    large = {"text": "x" * sync.ROW_BYTES}
+    sync.batch(over_the_wire(replace(BATCH, items=(Item(1, "sample", 1.0, large),))))
+    for kind in sync.KINDS[:-1]:
+        with pytest.raises(SchemaError, match=r"items\[0\].payload must be at most 65536 bytes"):
+            sync.batch(over_the_wire(replace(BATCH, items=(Item(1, kind, 1.0, large),))))
+
+
+def test_what_is_too_large_loses_its_largest_parts_and_says_which() -> None:
+    result = {"id": "o-1", "status": "done", "reason": "y" * 5000, "result": {"log": ["x" * 70_000]}}
+    assert sync.shortened(result) == {**result, "result": {}, "shortened": ["result"]}
+    short = sync.shortened({"alarm": "worker_fault", "text": "é" * 40_000, "lines": ["z"] * 20_000})
+    assert short == {"alarm": "worker_fault", "text": "é" * 1000, "lines": [], "shortened": ["text", "lines"]}
+    assert sync.shortened({str(n): n for n in range(20_000)}) is None
 
 
 def test_numbers_become_ranges_whatever_their_order() -> None:
