@@ -32,6 +32,7 @@ from appliance.adapters.live import Live, following
 from appliance.adapters.metrics import Metrics
 from appliance.adapters.notify import feed_watchdog, notify, watchdog_s
 from appliance.adapters.store import Store
+from appliance.adapters.straight import Straight
 from appliance.adapters.tls import Listening
 from appliance.adapters.tokens import TokenFile
 from appliance.adapters.traces import Exporter
@@ -136,18 +137,14 @@ async def run(config: settings.Settings, spare: Spare) -> int:
         )
         live = stack.enter_context(following(service, recorder.fault))
         service.orders |= Orders(service, given, store, now=clock, parts=(updates, fleet)).by_name()
-        metrics = Metrics(service)
-        gate = gate_before(
-            http.build(service, metrics, live, _bodies(config.http), clock),
-            config.http,
-            TokenFile(config.state_dir),
-        )
+        metrics, bodies = Metrics(service), _bodies(config.http)
+        gate = gate_before(http.build(service, metrics, live, bodies, clock), config.http, TokenFile(config.state_dir))
         app: ASGIApp = gate
         if config.role == "upstream":
             app = await stack.enter_async_context(
                 _home(gate, config, device_id, metrics, now=clock, ended=lambda: live.ended)
             )
-        server = _server(app, config, tls)
+        server = _server(app, config, tls, Straight(gate, service, bodies))
         _stop_by_signal(server, live)
         _watch_over(stack, service, board)
         service.listeners.append(readiness := _Readiness(service))
@@ -278,11 +275,11 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _server(app: ASGIApp, config: settings.Settings, tls: Listening | None) -> _Server:
+def _server(app: ASGIApp, config: settings.Settings, tls: Listening | None, straight: Straight) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=partial(Http1, silence_s=config.http.silence_s),  # type: ignore[arg-type] # called, no more
+            http=partial(Http1, silence_s=config.http.silence_s, straight=straight),  # type: ignore[arg-type] # called, no more
             ws="none",
             log_config=None,
             access_log=False,

@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import structlog
@@ -42,7 +43,6 @@ _OVER_SAMPLES = 2
 _RETIRE_S = 60.0
 _RETIRE_REPLACED_S = 3600.0
 """Nothing new comes to a worker that was replaced, so it ends as soon as the slowest of its requests does."""
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 _SQUEEZE_IDLE_S = 5.0
 """Under the last step of pressure a model that rested so long is unloaded."""
 _SPARE = "spare worker"
@@ -318,8 +318,8 @@ class Keeper:
         if self.pressure.step >= Step.REFUSE_LOW and priority > DEFAULT_PRIORITY:
             raise Overloaded("memory is short, so requests of low priority are refused: retry later")
 
-    def batch(self, name: str, graph: str, input_bytes: int) -> contextlib.AbstractContextManager[None]:
-        """A context that holds what a run of this size is expected to take beyond the model's own lease.
+    def take(self, name: str, graph: str, input_bytes: int) -> Callable[[], None] | None:
+        """Take what a run of this size is expected to need beyond the model's own lease; what gives it back.
 
         Raises InsufficientMemory, before anything is allocated, when it does not fit.
         """
@@ -327,15 +327,9 @@ class Keeper:
         memory = tenure.supervisor.memory if tenure else None
         expected_bytes = rules.run_bytes_of(memory, graph, input_bytes)
         own_bytes = tenure.lease.terms.get("activations", 0) if tenure and tenure.lease else 0
-        return self._lease_of(name, expected_bytes - own_bytes) if expected_bytes > own_bytes else _NOTHING
-
-    @contextlib.contextmanager
-    def _lease_of(self, name: str, size_bytes: int) -> Iterator[None]:
-        lease = self.budget.take(name, {"batch": size_bytes})
-        try:
-            yield
-        finally:
-            self.budget.give_back(lease)
+        if expected_bytes <= own_bytes:
+            return None
+        return partial(self.budget.give_back, self.budget.take(name, {"batch": expected_bytes - own_bytes}))
 
     def state(self, name: str) -> tuple[ModelState, str]:
         """State of a model, and why it is not ready."""

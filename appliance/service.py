@@ -11,6 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -28,7 +29,7 @@ from appliance.core.trace import Trace
 from appliance.faults import MEND, Faults, Injection
 from appliance.life import Life, StartLife
 from appliance.memory import UNLIMITED, Judge, Keeper, ModelState, Standing
-from appliance.supervisor import Supervisor
+from appliance.supervisor import Answer, Supervisor, waited
 from appliance.swap import Swap, Swaps
 from models.answers import items
 from models.bundle import Manifest
@@ -136,6 +137,9 @@ class Outcome:
 
 Observer: TypeAlias = Callable[[Outcome], None]
 """Called on the event loop."""
+
+Told: TypeAlias = "Callable[[InferResponse | BaseException], None]"
+"""Called once on the event loop with what became of a request; CancelledError where it was given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,8 +250,13 @@ class Bundle:
         """The graph that computes for one of `names`; empty for the bundle as a whole."""
         return self._graphs.get(name, "")
 
-    async def infer(self, request: InferRequest, now: float) -> InferResponse:
-        """Send a request to the worker and name what computed the answer."""
+    def ask(
+        self, request: InferRequest, now: float, told: Callable[[InferResponse | BaseException], None]
+    ) -> Callable[[], None]:
+        """Send a request to the worker; `told` gets the answer with the name of what computed it, or an error.
+
+        Returns what gives the request up. Errors that refuse it at once are raised.
+        """
         spec = self.spec(request.model)
         if spec.inputs:
             check_request(spec, request.tensors, request.outputs)
@@ -256,22 +265,33 @@ class Bundle:
             raise TooLarge(msg)
         graph = self._graphs.get(request.model, "")
         supervisor = self.supervisor  # another may take its place before it has answered
-        answer = await supervisor.submit(
+
+        def answered(answer: Answer | Exception) -> None:
+            told(answer if isinstance(answer, Exception) else self._response(request.model, graph, supervisor, answer))
+
+        return supervisor.put(
             graph,
             request.tensors,
+            answered,
             outputs=request.outputs,
             deadline_at=float("inf") if request.deadline_ms is None else now + request.deadline_ms / 1e3,
             priority=request.priority,
             source=request.source,
         )
+
+    async def infer(self, request: InferRequest, now: float) -> InferResponse:
+        """`ask`, and wait for the answer; raises the error that would be told."""
+        return await waited(partial(self.ask, request, now))
+
+    def _response(self, model: str, graph: str, supervisor: Supervisor, answer: Answer) -> InferResponse | Exception:
         self._has_answered = True
         self.used_at = time.monotonic()
         ready = supervisor.ready
         if ready is None:
-            raise ModelError("an answer arrived from a worker that never became ready")
+            return ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
         degraded = supervisor.health.degraded or self.meanwhile or None
-        origin = Origin(request.model, self.version, ready.runtime, precision, self.trust, degraded)
+        origin = Origin(model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms, answer.together)
 
 
@@ -286,8 +306,9 @@ async def nobody_to_ask(_request: InferRequest, _document: Mapping[str, Any]) ->
     return {"reason": "nobody is there to be asked: set second_opinion.models"}
 
 
-Answer: TypeAlias = Mapping[str, Any] | CommandResult
-Order: TypeAlias = Callable[[Command], Answer | Awaitable[Answer]]
+Order: TypeAlias = (
+    "Callable[[Command], Mapping[str, Any] | CommandResult | Awaitable[Mapping[str, Any] | CommandResult]]"
+)
 """Carries out an order on the event loop and returns its result, or the whole answer where that is not `done`; raises
 ApplianceError where it cannot be done."""
 
@@ -309,6 +330,61 @@ class Candidate:
         """Let it go, unless it serves."""
         if not self.decision.done():
             self.decision.set_exception(NotReady(reason))
+
+
+class _Asked:
+    """One request in hand, from its admission to its answer; every request passes here, however its caller waits."""
+
+    __slots__ = ("_bundle", "_drop", "_give_back", "_request", "_service", "_started", "_told")
+
+    def __init__(self, service: Service, bundle: Bundle, request: InferRequest, started: float, told: Told) -> None:
+        self._service, self._bundle, self._request, self._started = service, bundle, request, started
+        self._told: Told | None = told
+        self._drop: Callable[[], None] | None = None
+        self._give_back: Callable[[], None] | None = None
+
+    def begin(self, guards: Sequence[Callable[[int], None]], keeper: Keeper) -> None:
+        """Hand it to the worker, unless something refuses it."""
+        request, bundle = self._request, self._bundle
+        try:
+            for guard in guards:
+                guard(request.priority)
+            graph = bundle.graph(request.model)
+            if graph:  # pictures are judged by the worker, which reads their size
+                input_bytes = sum([tensor.size_bytes for tensor in request.tensors])
+                self._give_back = keeper.take(bundle.name, graph, input_bytes)
+            self._drop = bundle.ask(request, self._started, self.end)
+        except Exception as error:  # whatever it is, whoever asked is told
+            self.end(error)
+
+    def give_up(self) -> None:
+        """Nobody waits for it any more."""
+        if self._drop:
+            self._drop()
+        self.end(asyncio.CancelledError())
+
+    def end(self, result: InferResponse | BaseException) -> None:
+        """It was answered, or will not be; only the first time counts."""
+        told, self._told = self._told, None
+        if told is None:
+            return
+        if self._give_back:
+            self._give_back()
+        service, request, bundle = self._service, self._request, self._bundle
+        if isinstance(result, InferResponse):
+            try:
+                for mirror in service.mirrors:
+                    mirror(request, result)
+            except Exception as error:  # whoever asked is told
+                result = error
+        spent_s = time.monotonic() - self._started
+        if isinstance(result, InferResponse):
+            outcome = Outcome(request.model, bundle.version, spent_s, None, result.timing_ms, result.together, request)
+        else:
+            outcome = Outcome(request.model, bundle.version, spent_s, result, request=request)
+        for observer in service.observers:
+            observer(outcome)
+        told(result)
 
 
 class Service:
@@ -699,33 +775,42 @@ class Service:
         for listener in self.listeners:
             listener()
 
+    def asked_at_once(self, name: str, version: str | None = None) -> ModelSpec | None:
+        """The tensors of a graph that `ask` takes; None for one that is not loaded, and for a bundle as a whole.
+
+        Raises NotFound.
+        """
+        bundle = self._bundle(name, version)
+        return None if bundle.takes_pictures(name) or not self._keeper.awake(bundle.name) else bundle.spec(name)
+
+    def ask(self, request: InferRequest, told: Told) -> Callable[[], None]:
+        """`infer` for whoever waits without a coroutine, and only what `asked_at_once` knows.
+
+        Returns what gives the request up. `told` may be called before. Raises NotFound.
+        """
+        asked = _Asked(self, self._bundle(request.model, request.version), request, time.monotonic(), told)
+        asked.begin(self.guards, self._keeper)
+        return asked.give_up
+
     async def _run(self, request: InferRequest) -> InferResponse:
         bundle = self._bundle(request.model, request.version)
         started = time.monotonic()
-        fault: BaseException | None = None
-        timing_ms: Mapping[str, float] = {}
-        together = 1
+
+        def ask(told: Told) -> Callable[[], None]:
+            asked = _Asked(self, bundle, request, started, told)
+            asked.begin(self.guards, self._keeper)
+            return asked.give_up
+
         try:
-            for guard in self.guards:
-                guard(request.priority)
             while not self._keeper.awake(bundle.name):
+                for guard in self.guards:
+                    guard(request.priority)
                 await self._wake(bundle, request, started)
                 bundle = self._bundle(request.model, request.version)  # another version may have come
-            with self._room(bundle, request):
-                response = await bundle.infer(request, started)
-            timing_ms, together = response.timing_ms, response.together
-            for mirror in self.mirrors:
-                mirror(request, response)
-        except BaseException as error:  # a client that left is a CancelledError
-            fault = error
+        except BaseException as error:
+            _Asked(self, bundle, request, started, lambda _raised: None).end(error)
             raise
-        else:
-            return response
-        finally:
-            spent_s = time.monotonic() - started
-            outcome = Outcome(request.model, bundle.version, spent_s, fault, timing_ms, together, request)
-            for observer in self.observers:
-                observer(outcome)
+        return await waited(ask)
 
     async def _wake(self, bundle: Bundle, request: InferRequest, started: float) -> None:
         """Wait until a model that was unloaded is back, no longer than the request may take."""
@@ -735,14 +820,6 @@ class Service:
             await asyncio.wait_for(self._keeper.wake(bundle.name), limit_s)
         except asyncio.TimeoutError:
             raise DeadlineExceeded("the deadline passed while the model was loaded: allow more time") from None
-
-    def _room(self, bundle: Bundle, request: InferRequest) -> contextlib.AbstractContextManager[None]:
-        """The memory that a request's tensors call for; pictures are judged by the worker, which reads their size."""
-        graph = bundle.graph(request.model)
-        if not graph:
-            return contextlib.nullcontext()
-        input_bytes = sum([tensor.size_bytes for tensor in request.tensors])
-        return self._keeper.batch(bundle.name, graph, input_bytes)
 
     def _bundle(self, name: str, version: str | None = None) -> Bundle:
         bundle = self._by_model.get(name)

@@ -15,6 +15,8 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import structlog
 
@@ -39,6 +41,8 @@ from models.spec import Payload, Tensor
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 _LINGER_S = 0.5
 """A worker that has hung up may take this long to end by itself, so that its own reason is seen."""
 _LEAST_GRACE_S = 1.0
@@ -58,14 +62,47 @@ class Answer:
     """Requests that shared the run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """What a ticket carries."""
 
     graph: str
     tensors: Sequence[Tensor]
     outputs: tuple[str, ...] | None
-    answer: asyncio.Future[Answer]
+    told: Callable[[Answer | Exception], None] | None
+    """Told what became of it; None once it was, and where nobody waits."""
+
+    def end(self, result: Answer | Exception) -> None:
+        """Tell whoever waits, unless that was done before."""
+        told, self.told = self.told, None
+        if told:
+            try:
+                told(result)
+            except Exception:  # a fault around one answer concerns neither the worker nor other answers
+                log.exception("answer_lost")
+
+
+async def waited(ask: Callable[[Callable[[T | BaseException], None]], Callable[[], None]]) -> T:
+    """Wait for what is told by a callback: its result, or the error, which is raised.
+
+    `ask` is handed the callback and returns what gives the request up; that is called when the waiting is cancelled.
+    """
+    answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+    def told(result: T | BaseException) -> None:
+        if answer.done():
+            return
+        if isinstance(result, BaseException):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    give_up = ask(told)
+    try:
+        return await answer
+    except asyncio.CancelledError:
+        give_up()
+        raise
 
 
 class Supervisor:
@@ -196,21 +233,38 @@ class Supervisor:
         priority: int = DEFAULT_PRIORITY,
         source: str = "",
     ) -> Answer:
-        """Queue a request and wait for its answer; payloads are borrowed until then.
+        """`put` a request, and wait for its answer; raises the error that it would be told."""
+        return await waited(
+            lambda told: self.put(
+                graph, tensors, told, outputs=outputs, deadline_at=deadline_at, priority=priority, source=source
+            )
+        )
 
-        `deadline_at` is in `time.monotonic()`. Raises NotReady, Overloaded, DeadlineExceeded,
-        WorkerLost, or what the worker raised.
+    def put(
+        self,
+        graph: str,
+        tensors: Sequence[Tensor],
+        told: Callable[[Answer | Exception], None],
+        *,
+        outputs: tuple[str, ...] | None = None,
+        deadline_at: float = NEVER,
+        priority: int = DEFAULT_PRIORITY,
+        source: str = "",
+    ) -> Callable[[], None]:
+        """Queue a request; `told` is called once on the event loop with its answer, or with an error.
+
+        Payloads are borrowed until then. `deadline_at` is in `time.monotonic()`. The errors are NotReady, Overloaded,
+        DeadlineExceeded, WorkerLost, or what the worker raised; those that refuse it at once are raised. What is
+        returned gives the request up.
         """
         if self.health.state is State.STOPPED:
             raise NotReady("the appliance is stopping: retry when it is back")
         now = time.monotonic()
         if self.health.refuses:
             raise self._not_ready(now)
-        answer: asyncio.Future[Answer] = self._loop.create_future()
-        work = Work(graph, tensors, outputs, answer)
         ticket = Ticket(
             next(self._ids),
-            work,
+            Work(graph, tensors, outputs, told),
             now,
             deadline_at,
             priority,
@@ -222,20 +276,23 @@ class Supervisor:
         replaced = self._schedule.admit(ticket)
         self._quiet.clear()
         if replaced is not None:
-            _refuse(replaced, Overloaded(f"a newer frame of source {source!r} took this one's place"))
+            replaced.item.end(Overloaded(f"a newer frame of source {source!r} took this one's place"))
         self._pump_soon()
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            if not self._schedule.withdraw(ticket.id) and self._life:
-                self._send(self._life, wire.Drop(ticket.id))
-            raise
+        return partial(self._drop, ticket)
+
+    def _drop(self, ticket: Ticket[Work]) -> None:
+        """Tell nobody of this one, and compute it only if that has begun."""
+        if ticket.item.told is None:
+            return
+        ticket.item.told = None
+        if not self._schedule.withdraw(ticket.id) and self._life:
+            self._send(self._life, wire.Drop(ticket.id))
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new work, let running work end, and see the worker gone; kill it after `grace_s`."""
         self._moved(Event.STOP)
         for ticket in self._schedule.drain():
-            _refuse(ticket, NotReady("the appliance is stopping: retry when it is back"))
+            ticket.item.end(NotReady("the appliance is stopping: retry when it is back"))
         if self._timer:
             self._timer.cancel()
         if self._building:
@@ -309,7 +366,7 @@ class Supervisor:
             log.error("reboot_wanted", model=self.name, reason=reason)
         if health.refuses:
             for ticket in self._schedule.drain():
-                _refuse(ticket, self._not_ready(now))
+                ticket.item.end(self._not_ready(now))
         self._on_change()
 
     @property
@@ -427,8 +484,7 @@ class Supervisor:
             self._proof = None
             self._moved(Event.PROVEN)
         timing_ms = {"queue": (held.began_at - held.ticket.admitted_at) * 1e3, **message.timing_ms}
-        if not held.ticket.item.answer.done():
-            held.ticket.item.answer.set_result(Answer(tensors, timing_ms, message.together))
+        held.ticket.item.end(Answer(tensors, timing_ms, message.together))
 
     def _ended(
         self,
@@ -443,20 +499,20 @@ class Supervisor:
             tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
             if slots:
                 self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
-            self._answered(message, tensors)
             self._schedule.finished(message.id, message.took_s)
+            self._answered(message, tensors)
             return
         if isinstance(message, wire.Error):
             self._run_failed(life, message)
         else:
-            _refuse(self._watch.leave(message.id, time.monotonic()).ticket, _late("was in the worker"))
+            self._watch.leave(message.id, time.monotonic()).ticket.item.end(_late("was in the worker"))
             self._unmeasured.discard(message.id)
         self._schedule.finished(message.id)
 
     def _run_failed(self, life: Life, message: wire.Error) -> None:
         error = error_from_name(message.error, message.message)
         fault, now = classify(error, asked=message.id != self._proof), time.monotonic()
-        _refuse(self._watch.leave(message.id, now).ticket, error)
+        self._watch.leave(message.id, now).ticket.item.end(error)
         self._unmeasured.discard(message.id)
         if message.id == self._proof:
             self._kill(life, fault, f"its golden vector was not answered rightly: {message.message}")
@@ -476,9 +532,7 @@ class Supervisor:
         """Ask the worker to answer its golden vectors among its other work."""
         self._proof = next(self._ids)
         now = time.monotonic()
-        proof = Work("", (), None, self._loop.create_future())
-        proof.answer.add_done_callback(lambda done: done.exception())  # nobody else waits for it
-        self._watch.take(Ticket(self._proof, proof, now, NEVER), now)
+        self._watch.take(Ticket(self._proof, Work("", (), None, None), now, NEVER), now)
         self._send(life, wire.Prove(self._proof))
 
     def _pump_soon(self) -> None:
@@ -509,7 +563,7 @@ class Supervisor:
             if len(tickets) > 1:
                 return False
             full = Overloaded("too many large requests are in hand: retry shortly")
-            _refuse(tickets[0], full if isinstance(error, ArenaFullError) else error)
+            tickets[0].item.end(full if isinstance(error, ArenaFullError) else error)
             self._schedule.finished(tickets[0].id)
             return True
         now = time.monotonic()
@@ -532,7 +586,7 @@ class Supervisor:
         life.link.close()
         self._schedule.lost()
         for ticket in self._watch.clear():
-            _refuse(ticket, WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
+            ticket.item.end(WorkerLost(f"the worker of {self.name!r} died while it held this request: retry"))
 
     def _reap(self, life: Life) -> None:
         """The process has ended: take its exit status, close its memory, decide what comes next."""
@@ -577,9 +631,9 @@ class Supervisor:
         now = time.monotonic()
         for ticket in self._schedule.expired(now):
             too_long = Overloaded(f"it waited {now - ticket.admitted_at:.3g} s, too long for its kind: retry later")
-            _refuse(ticket, _late("waited") if ticket.deadline_at <= now else too_long)
+            ticket.item.end(_late("waited") if ticket.deadline_at <= now else too_long)
         for ticket in self._watch.overdue(now):
-            _refuse(ticket, _late("ran"))
+            ticket.item.end(_late("ran"))
         alarm = self.health.alarm_at <= now
         if self._life is None and alarm:
             self._begin()
@@ -637,8 +691,3 @@ def _late(what: str) -> DeadlineExceeded:
 def _serves(ready: wire.Ready, way: wire.Open) -> bool:
     """Whether opening the model in that way would give what is open already."""
     return ready.runtime == way.runtime and {info.precision for info in ready.graphs.values()} == {way.precision}
-
-
-def _refuse(ticket: Ticket[Work], error: Exception) -> None:
-    if not ticket.item.answer.done():
-        ticket.item.answer.set_exception(error)

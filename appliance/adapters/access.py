@@ -13,7 +13,7 @@ import base64
 import binascii
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -93,7 +93,7 @@ class Gate:
         """Answer a refusal, or hand on; anything but HTTP has no business here."""
         if scope["type"] != "http":
             return
-        headers = {name: value for name, value in scope["headers"] if name in _LOOKED_AT}
+        headers = looked_at(scope["headers"])
         try:
             if "\n" in scope["path"]:  # where a route ends its `$` lets one pass, and no role is decided for it
                 raise NotFound("there is nothing at a path with a line break in it")
@@ -109,6 +109,23 @@ class Gate:
             await self._app(scope, receive, send)
         finally:
             self.rates.leave(caller.name)
+
+    def at_once(self, path: str, headers: Mapping[bytes, bytes], address: str) -> Caller | None:
+        """Whoever posts to `path` from an `address`, as far as no file must be read for it; None where one must.
+
+        Raises Unauthenticated, Forbidden. A request that is let in is still to be counted in `rates`.
+        """
+        self._refuse_other_sites("POST", headers)
+        authorization = headers.get(b"authorization")
+        if authorization is not None:
+            found = role_of(token_in(authorization.decode("latin-1")), self._tokens)
+            if found is None or time.monotonic() - self._read_at > _FRESH_S:
+                return None
+            caller = Caller(*found)
+        else:
+            caller = self._nameless(address)
+        _check(caller, self.needed("POST", path))
+        return caller
 
     def _refuse_other_sites(self, method: str, headers: Mapping[bytes, bytes]) -> None:
         """Raise Forbidden for what another site's page, or a page under a name that is not ours, has a browser ask."""
@@ -147,9 +164,13 @@ class Gate:
                 msg = f"the certificate of {name[:100]!r} may do nothing here: add the name to http.client_roles"
                 raise Forbidden(msg)
             return Caller(name, role)
+        return self._nameless(str((scope.get("client") or ("local",))[0]))
+
+    def _nameless(self, address: str) -> Caller:
+        """Whoever shows neither token nor certificate; raises Unauthenticated."""
         if not self.rules.anonymous:
             raise _needs_token("this needs a token", Role.INFER)
-        return _anonymous(str((scope.get("client") or ("local",))[0]))
+        return _anonymous(address)
 
     def needed(self, method: str, path: str) -> Role:
         """What a caller must be for `method` on `path`."""
@@ -184,6 +205,11 @@ def gate_before(app: ASGIApp, told: Http, tokens: TokenFile) -> Gate:
         everyone=Rate(told.requests_per_s, told.concurrency),
     )
     return Gate(app, rules, tokens, rates)
+
+
+def looked_at(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes]:
+    """Those of all headers that anybody here asks for; of several alike the last."""
+    return {name: value for name, value in headers if name in _LOOKED_AT}
 
 
 def role_needed(method: str, path: str) -> Role:

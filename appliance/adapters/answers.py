@@ -107,32 +107,32 @@ class Parts(Response):
         """Answer 200 with `parts`, borrowed until they are sent, and `headers` besides their length."""
         self.status_code, self.background = 200, None
         size_bytes = sum(map(len, parts))
-        self._parts = parts if size_bytes > JOINED_BYTES else [b"".join(parts)]
+        self.parts = parts if size_bytes > JOINED_BYTES else [b"".join(parts)]
         self.raw_headers = [*headers, (b"content-length", b"%d" % size_bytes)]
 
     async def __call__(self, _scope: Scope, _receive: Receive, send: Send) -> None:
         """Send it."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        for part in self._parts[:-1]:
+        for part in self.parts[:-1]:
             await send({"type": "http.response.body", "body": part, "more_body": True})
-        await send({"type": "http.response.body", "body": self._parts[-1]})
+        await send({"type": "http.response.body", "body": self.parts[-1]})
 
 
-def request_id(request: Request) -> str:
-    """What the caller calls this request; empty where it does not, or uses too many words."""
-    said: bytes = request.scope.get("known", {}).get(REQUEST_ID, b"")
+def request_id(known: Mapping[bytes, bytes]) -> str:
+    """What the caller calls this request, by its headers; empty where it does not, or uses too many words."""
+    said = known.get(REQUEST_ID, b"")
     return said.decode("latin-1") if len(said) <= LONGEST_ID else ""
 
 
-def answer_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
+def answer_to(request: Request, error: BaseException) -> tuple[Response, BaseException | None]:
     """The answer to any exception, and the exception again where it is a fault of ours, to be logged."""
     response, fault = _answer_to(request, error)
-    if said := request_id(request):
+    if said := request_id(request.scope.get("known", {})):
         response.raw_headers.append((REQUEST_ID, said.encode("latin-1")))
     return response, fault
 
 
-def _answer_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
+def _answer_to(request: Request, error: BaseException) -> tuple[Response, BaseException | None]:
     if isinstance(error, ApplianceError):
         return refusal(error), None
     if isinstance(error, ClientDisconnect):

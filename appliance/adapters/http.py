@@ -28,7 +28,7 @@ from appliance.core import trace
 from appliance.core.schedule import DEFAULT_PRIORITY
 from appliance.core.trace import Trace
 from appliance.faults import Injection
-from appliance.service import InferRequest, ModelInfo, Origin, Service
+from appliance.service import InferRequest, InferResponse, ModelInfo, Origin, Service
 from models import schema
 from models.errors import BadInput, NotReady
 from models.spec import Tensor, pack_bytes
@@ -38,9 +38,9 @@ _HEADER = oip.HEADER.encode()
 
 log = structlog.get_logger()
 
-_INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
+INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 
-_OFF_LOOP_BYTES = 64 * 1024
+OFF_LOOP_BYTES = 64 * 1024
 """JSON larger than this is read and written in a thread, not on the event loop."""
 
 
@@ -129,30 +129,16 @@ class Door:
     async def infer(self, request: Request, model: str, version: str | None = None) -> Response:
         """Tensors in, tensors out; JSON or the binary extension."""
         spec = self._service.spec(model, version)
-        header_length = request.scope["known"].get(_HEADER, b"").decode("latin-1") or None
+        known = request.scope["known"]
+        header_length = header_length_in(known)
         if header_length == "0":  # a raw body: only the model's own tensors say what it is
             _loaded(self._service.model(model, version))
         async with self._bodies.of(request) as body:
             parsed = await _off_loop(oip.json_bytes(body, header_length), oip.parse, body, header_length, spec)
-            wanted = InferRequest(
-                model=model,
-                version=version,
-                tensors=parsed.tensors,
-                outputs=parsed.outputs,
-                deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
-                priority=parsed.priority or DEFAULT_PRIORITY,
-                id=request_id(request) or (parsed.id or "")[:LONGEST_ID],
-                trace=_trace(request),
-            )
+            wanted = wanted_by(parsed, known, model, version)
             response = await _unless_gone(request, self._service.infer(wanted))
-        origin, tensors = response.origin, response.tensors
-        json_bytes = sum([one.size_bytes for one in tensors if not parsed.wants_binary(one.name)])
-        document, origin_headers = _said_of(origin)
-        parts, json_length = await _off_loop(json_bytes, oip.render, parsed, document, tensors)
-        headers = [*origin_headers, *_echoed(wanted, request)]
-        if json_length is None:
-            return Parts(parts, [*headers, (b"content-type", b"application/json")])
-        return Parts(parts, [*headers, (_HEADER, b"%d" % json_length), (b"content-type", b"application/octet-stream")])
+        answer: Parts = await _off_loop(json_bytes_of(parsed, response), answer_of, parsed, known, wanted, response)
+        return answer
 
     async def predict(
         self,
@@ -172,12 +158,12 @@ class Door:
                 deadline_ms=deadline_ms,
                 priority=priority,
                 source=source,
-                id=request_id(request),
-                trace=_trace(request),
+                id=request_id(request.scope["known"]),
+                trace=_trace(request.scope["known"]),
                 escalate=escalate is not None,
             )
             answer = Json(await _unless_gone(request, self._service.predict(wanted)))
-            answer.raw_headers += _echoed(wanted, request)
+            answer.raw_headers += _echoed(wanted, request.scope["known"])
             return answer
 
     async def inject(self, request: Request) -> Response:
@@ -282,12 +268,12 @@ def build(
 
     async def straight_or_routed(scope: Scope, receive: Receive, send: Send) -> None:
         """Inference goes straight to the door: what a framework does around it costs more than a small model."""
-        found = _INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        found = INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
         if found is None:
             await app(scope, receive, send)
             return
         request = Request(scope, receive)
-        fault: Exception | None = None
+        fault: BaseException | None = None
         try:
             response = await door.infer(request, *found.groups())
         except Exception as error:  # whatever it is, it has an answer
@@ -325,15 +311,51 @@ def _loaded(info: ModelInfo) -> ModelInfo:
     return info
 
 
-def _trace(request: Request) -> Trace | None:
-    said = request.scope["known"].get(b"traceparent")
+def header_length_in(known: Mapping[bytes, bytes]) -> str | None:
+    """What the headers say of the JSON before binary tensors."""
+    return known.get(_HEADER, b"").decode("latin-1") or None
+
+
+def wanted_by(parsed: oip.Request, known: Mapping[bytes, bytes], model: str, version: str | None) -> InferRequest:
+    """What a request asks of the service."""
+    return InferRequest(
+        model=model,
+        version=version,
+        tensors=parsed.tensors,
+        outputs=parsed.outputs,
+        deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
+        priority=parsed.priority or DEFAULT_PRIORITY,
+        id=request_id(known) or (parsed.id or "")[:LONGEST_ID],
+        trace=_trace(known),
+    )
+
+
+def json_bytes_of(parsed: oip.Request, response: InferResponse) -> int:
+    """How much of an answer is to be written as JSON, in the bytes of its tensors."""
+    return sum([one.size_bytes for one in response.tensors if not parsed.wants_binary(one.name)])
+
+
+def answer_of(
+    parsed: oip.Request, known: Mapping[bytes, bytes], wanted: InferRequest, response: InferResponse
+) -> Parts:
+    """The answer to whoever sent `parsed` with the headers `known`; raises what `oip.render` does."""
+    document, origin_headers = _said_of(response.origin)
+    parts, json_length = oip.render(parsed, document, response.tensors)
+    headers = [*origin_headers, *_echoed(wanted, known)]
+    if json_length is None:
+        return Parts(parts, [*headers, (b"content-type", b"application/json")])
+    return Parts(parts, [*headers, (_HEADER, b"%d" % json_length), (b"content-type", b"application/octet-stream")])
+
+
+def _trace(known: Mapping[bytes, bytes]) -> Trace | None:
+    said = known.get(b"traceparent")
     return trace.read(said.decode("latin-1"), os.urandom(8).hex()) if said else None
 
 
-def _echoed(wanted: InferRequest, request: Request) -> list[tuple[bytes, bytes]]:
+def _echoed(wanted: InferRequest, known: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     """Headers by which the caller knows the answer again, as far as it gave some."""
     headers = []
-    if request_id(request):
+    if request_id(known):
         headers.append((REQUEST_ID, wanted.id.encode("latin-1")))
     if wanted.trace:
         headers.append((b"traceparent", wanted.trace.header.encode()))
@@ -364,7 +386,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _off_loop(size_bytes: int, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401 - what `call` returns
-    return await asyncio.to_thread(call, *given) if size_bytes > _OFF_LOOP_BYTES else call(*given)
+    return await asyncio.to_thread(call, *given) if size_bytes > OFF_LOOP_BYTES else call(*given)
 
 
 @lru_cache(maxsize=256)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from appliance.adapters.answers import JOINED_BYTES
+from appliance.adapters.answers import JOINED_BYTES, Parts
+
+if TYPE_CHECKING:
+    from fastapi import Response
+
+    from appliance.adapters.straight import Straight
 
 HEAD_LIMIT_BYTES = 64 * 1024
 FRAMING_LIMIT_BYTES = 1024 * 1024
@@ -40,13 +45,30 @@ class Http1(HttpToolsProtocol):
     _unread_bytes = 0
     """Of a body that nobody reads, because it was answered already."""
     _certificate: str | None = None
+    in_hand = False
+    """Whether a request went the straight way, and is not answered yet."""
+    _between = True
+    """Whether the parser has read no part of a request that is to come."""
+    _early = b""
+    """What has come of a request for the straight way, or behind one that is in hand; the parser has not seen it."""
+    _leaves = False
+    """Whether the server stops: the request in hand is the last."""
+    _answered_at = 0.0
+    _idle: asyncio.TimerHandle | None = None
+    """Set after the straight way; it looks at `_answered_at` when it goes off, and is not set for every request."""
     _gone = False
     _when_gone: Callable[[], None] | None = None
 
-    def __init__(self, *uvicorns: Any, silence_s: float, **uvicorns_too: Any) -> None:  # noqa: ANN401 - handed on
-        """Made by uvicorn, which is given this class with `silence_s` filled in."""
+    def __init__(
+        self,
+        *uvicorns: Any,  # noqa: ANN401 - handed on
+        silence_s: float,
+        straight: Straight | None = None,
+        **uvicorns_too: Any,  # noqa: ANN401 - handed on
+    ) -> None:
+        """Made by uvicorn, which is given this class with `silence_s` and `straight` filled in."""
         super().__init__(*uvicorns, **uvicorns_too)
-        self._silence_s = silence_s
+        self._silence_s, self._straight = silence_s, straight
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # uvicorn narrows it too
         """Called when a client has connected."""
@@ -54,14 +76,19 @@ class Http1(HttpToolsProtocol):
         self._joining = _Joining(transport, self.loop)
         self.transport = self._joining  # type: ignore[assignment] # all of a transport that uvicorn uses
         self._certificate = _common_name(transport)
+        if self._certificate is not None:
+            self._straight = None
+        self.address = self.client[0] if self.client else "local"
+        """Of the client, as its rates are counted."""
         self._listen()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called when the connection is no more."""
-        if self._silence:
-            self._silence.cancel()
+        for timer in (self._silence, self._idle):
+            if timer:
+                timer.cancel()
         super().connection_lost(exc)
-        self._gone = True
+        self._gone, self.in_hand = True, False
         if self._when_gone:
             self._when_gone()
 
@@ -77,7 +104,7 @@ class Http1(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Called by the parser at the first byte of a request."""
         super().on_message_begin()
-        self._in_head, self._head_bytes, self._owes = True, 0, True
+        self._in_head, self._head_bytes, self._owes, self._between = True, 0, True, False
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key] # of our own
         if self._certificate is not None:
             self.scope["client_certificate"] = self._certificate  # type: ignore[typeddict-unknown-key] # of our own
@@ -85,7 +112,7 @@ class Http1(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """Called by the parser at the last byte of a request. Idle connections after it are uvicorn's to close."""
         super().on_message_complete()
-        self._owes, self._framing_bytes, self._unread_bytes = False, 0, 0
+        self._owes, self._framing_bytes, self._unread_bytes, self._between = False, 0, 0, True
 
     def on_response_complete(self) -> None:
         """Called when the last piece of an answer was written."""
@@ -107,6 +134,90 @@ class Http1(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""
+        if self._early:
+            data, self._early = self._early + data, b""
+        if self.in_hand:
+            self._early = data
+            self.flow.pause_reading()
+        elif not self._went_straight(data):
+            self._feed(data)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether the parser is between two requests, and every one that it has read is answered."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return self._between and not self.pipeline and (cycle is None or cycle.response_complete)
+
+    def _went_straight(self, data: bytes) -> bool:
+        """Whether `data` is a request that was taken in hand, or the beginning of one that may be."""
+        if self._straight is None or not self._rests or self.flow.write_paused:
+            return False
+        head = self._straight.head(data)
+        if head is None or len(data) > head.size_bytes:
+            return False
+        if len(data) < head.size_bytes:
+            self._early, self._owes = data, True
+            self._listen()
+            return True
+        self._unset_keepalive_if_required()
+        self.in_hand = True
+        if self._straight.take(self, head, data[head.body_at :]):
+            self._owes = False
+            return True
+        self.in_hand = False
+        return False
+
+    def answer(self, response: Response, fault: BaseException | None = None) -> None:
+        """Answer the request in hand, if its client is still there.
+
+        `fault` is one of ours: it goes to the server's log, and the connection with it, as uvicorn does.
+        """
+        if fault:
+            self.logger.error("Exception in ASGI application\n", exc_info=fault)
+        if not self.in_hand:
+            return
+        self.in_hand, self._when_gone = False, None
+        pieces = [STATUS_LINE[response.status_code]]
+        for name, value in response.raw_headers:
+            pieces += (name, b": ", value, b"\r\n")
+        pieces.append(b"connection: close\r\n\r\n" if self._leaves else b"\r\n")
+        parts = response.parts if isinstance(response, Parts) else [response.body]
+        if len(parts) == 1:
+            self._joining.write_now(b"".join((*pieces, parts[0])))
+        else:
+            for part in (b"".join(pieces), *parts):
+                self._joining.write_now(part)
+        self.server_state.total_requests += 1
+        if self._leaves or fault:
+            self.transport.close()
+            return
+        self._answered_at = self.loop.time()
+        if self._idle is None:
+            self._idle = self.loop.call_later(self.timeout_keep_alive, self._rest)
+        if self._early:
+            self.flow.resume_reading()
+            self.loop.call_soon(self.data_received, b"")
+
+    def _rest(self) -> None:
+        """Close a connection that was idle for so long; one that took the ordinary way since is uvicorn's to close."""
+        self._idle = None
+        idle = self._rests and not self._owes and not self.in_hand and self.timeout_keep_alive_task is None
+        if not idle or self.transport.is_closing():
+            return
+        left_s = self.timeout_keep_alive - (self.loop.time() - self._answered_at)
+        if left_s > 0:
+            self._idle = self.loop.call_later(left_s, self._rest)
+        else:
+            self.transport.close()
+
+    def shutdown(self) -> None:
+        """Called by the server when it stops: no connection is closed before its request is answered."""
+        if self.in_hand:
+            self._leaves = True
+        else:
+            super().shutdown()
+
+    def _feed(self, data: bytes) -> None:
         headers = self.headers  # each head has a list of its own
         self._framing_bytes += len(data)
         super().data_received(data)
@@ -161,11 +272,15 @@ class _Joining:
     def write(self, data: bytes) -> None:
         if len(data) > JOINED_BYTES:
             self.flush()
-            self._transport.write(data)
+            self.write_now(data)
             return
         if not self._pieces:
             self._loop.call_soon(self.flush)
         self._pieces.append(data)
+
+    def write_now(self, data: bytes | bytearray | memoryview) -> None:
+        """Write what is all of an answer, or too much to join."""
+        self._transport.write(data)
 
     def flush(self) -> None:
         if self._pieces:

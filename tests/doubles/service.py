@@ -29,6 +29,7 @@ from appliance.service import (
     Outcome,
     RepositoryModel,
     SecondOpinion,
+    Told,
     nobody_to_ask,
 )
 from appliance.swap import Swap, Swaps
@@ -149,6 +150,9 @@ class MemoryService:
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Run a model on tensors."""
+        return self._answer(request)
+
+    def _answer(self, request: InferRequest) -> InferResponse:
         spec = self._admit(request)
         arrays = self._compute(request)
         names = request.outputs or [tensor.name for tensor in spec.outputs]
@@ -297,6 +301,22 @@ class MemoryService:
     def _info(self, name: str, platform: str, spec: ModelSpec) -> ModelInfo:
         reason = self._unready.get(name, "") if self._loaded[name] else UNLOADED
         return ModelInfo(name, "1.0", platform, spec, not reason, reason, wanted=self._loaded[name])
+
+    def asked_at_once(self, name: str, version: str | None = None) -> ModelSpec | None:
+        """The tensors of `echo`, while it is loaded; raises NotFound."""
+        spec = self.spec(name, version)
+        return spec if name == "echo" and self._loaded[name] else None
+
+    def ask(self, request: InferRequest, told: Told) -> Callable[[], None]:
+        """Answer at once; raises NotFound."""
+        self.model(request.model, request.version)
+        result: InferResponse | Exception
+        try:
+            result = self._answer(request)
+        except Exception as error:  # whatever it is, whoever asked is told
+            result = error
+        told(result)
+        return lambda: None
 
     def _admit(self, request: InferRequest) -> ModelSpec:
         """Remember the request and return what its model takes and gives; raises what the request deserves."""

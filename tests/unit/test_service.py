@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,14 +41,23 @@ class Reader:
         self.pid, self.waiting, self.running = 1, 0, 0
         self.memory, self.service_s, self.device = None, None, ""
 
-    async def submit(self, graph: str, tensors: Sequence[Tensor], **_how: Any) -> Answer:  # noqa: ANN401 - ignored
+    def put(
+        self,
+        graph: str,
+        tensors: Sequence[Tensor],
+        told: Callable[[Answer | BaseException], None],
+        **_how: Any,  # noqa: ANN401 - ignored
+    ) -> Callable[[], None]:
+        if isinstance(self.fault, asyncio.CancelledError):  # whoever asks leaves before the answer
+            task = asyncio.current_task()
+            assert task
+            task.cancel()
+            return lambda: None
         if self.fault:
             raise self.fault
-        if graph:
-            return Answer(list(tensors), {"inference": 1.0})
-        return Answer(
-            [Tensor("result", "BYTES", (1,), pack_bytes([orjson.dumps({"lines": [LINE]})]))], {"inference": 1.0}
-        )
+        lines = Tensor("result", "BYTES", (1,), pack_bytes([orjson.dumps({"lines": [LINE]})]))
+        told(Answer(list(tensors) if graph else [lines], {"inference": 1.0}))
+        return lambda: None
 
 
 def served(fault: BaseException | None = None) -> Service:
