@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -19,29 +16,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from appliance import __version__
-from appliance.adapters import about, access, oip, openapi
-from appliance.adapters.answers import LONGEST_ID, REQUEST_ID, Json, Parts, add_errors, answer_to, request_id
+from appliance.adapters import about, access, inference, oip, openapi
+from appliance.adapters.answers import Json, Parts, add_errors, answer_to, request_id
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.live import Live, add_page
 from appliance.adapters.metrics import Metrics
-from appliance.core import trace
 from appliance.core.schedule import DEFAULT_PRIORITY
-from appliance.core.trace import Trace
 from appliance.faults import Injection
-from appliance.service import InferRequest, InferResponse, ModelInfo, Origin, Service
+from appliance.service import InferRequest, ModelInfo, Service
 from models import schema
 from models.errors import BadInput, NotReady
 from models.spec import Tensor, pack_bytes
 
 T = TypeVar("T")
-_HEADER = oip.HEADER.encode()
 
 log = structlog.get_logger()
-
-INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
-
-OFF_LOOP_BYTES = 64 * 1024
-"""JSON larger than this is read and written in a thread, not on the event loop."""
 
 
 class Door:
@@ -130,14 +119,16 @@ class Door:
         """Tensors in, tensors out; JSON or the binary extension."""
         spec = self._service.spec(model, version)
         known = request.scope["known"]
-        header_length = header_length_in(known)
+        header_length = inference.header_length_in(known)
         if header_length == "0":  # a raw body: only the model's own tensors say what it is
             _loaded(self._service.model(model, version))
         async with self._bodies.of(request) as body:
             parsed = await _off_loop(oip.json_bytes(body, header_length), oip.parse, body, header_length, spec)
-            wanted = wanted_by(parsed, known, model, version)
+            wanted = inference.wanted_by(parsed, known, model, version)
             response = await _unless_gone(request, self._service.infer(wanted))
-        answer: Parts = await _off_loop(json_bytes_of(parsed, response), answer_of, parsed, known, wanted, response)
+        answer: Parts = await _off_loop(
+            inference.json_bytes_of(parsed, response), inference.answer_of, parsed, known, wanted, response
+        )
         return answer
 
     async def predict(
@@ -159,11 +150,11 @@ class Door:
                 priority=priority,
                 source=source,
                 id=request_id(request.scope["known"]),
-                trace=_trace(request.scope["known"]),
+                trace=inference.trace_in(request.scope["known"]),
                 escalate=escalate is not None,
             )
             answer = Json(await _unless_gone(request, self._service.predict(wanted)))
-            answer.raw_headers += _echoed(wanted, request.scope["known"])
+            answer.raw_headers += inference.echoed(wanted, request.scope["known"])
             return answer
 
     async def inject(self, request: Request) -> Response:
@@ -268,7 +259,7 @@ def build(
 
     async def straight_or_routed(scope: Scope, receive: Receive, send: Send) -> None:
         """Inference goes straight to the door: what a framework does around it costs more than a small model."""
-        found = INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        found = inference.INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
         if found is None:
             await app(scope, receive, send)
             return
@@ -311,57 +302,6 @@ def _loaded(info: ModelInfo) -> ModelInfo:
     return info
 
 
-def header_length_in(known: Mapping[bytes, bytes]) -> str | None:
-    """What the headers say of the JSON before binary tensors."""
-    return known.get(_HEADER, b"").decode("latin-1") or None
-
-
-def wanted_by(parsed: oip.Request, known: Mapping[bytes, bytes], model: str, version: str | None) -> InferRequest:
-    """What a request asks of the service."""
-    return InferRequest(
-        model=model,
-        version=version,
-        tensors=parsed.tensors,
-        outputs=parsed.outputs,
-        deadline_ms=parsed.timeout_us / 1e3 if parsed.timeout_us else None,
-        priority=parsed.priority or DEFAULT_PRIORITY,
-        id=request_id(known) or (parsed.id or "")[:LONGEST_ID],
-        trace=_trace(known),
-    )
-
-
-def json_bytes_of(parsed: oip.Request, response: InferResponse) -> int:
-    """How much of an answer is to be written as JSON, in the bytes of its tensors."""
-    return sum([one.size_bytes for one in response.tensors if not parsed.wants_binary(one.name)])
-
-
-def answer_of(
-    parsed: oip.Request, known: Mapping[bytes, bytes], wanted: InferRequest, response: InferResponse
-) -> Parts:
-    """The answer to whoever sent `parsed` with the headers `known`; raises what `oip.render` does."""
-    document, origin_headers = _said_of(response.origin)
-    parts, json_length = oip.render(parsed, document, response.tensors)
-    headers = [*origin_headers, *_echoed(wanted, known)]
-    if json_length is None:
-        return Parts(parts, [*headers, (b"content-type", b"application/json")])
-    return Parts(parts, [*headers, (_HEADER, b"%d" % json_length), (b"content-type", b"application/octet-stream")])
-
-
-def _trace(known: Mapping[bytes, bytes]) -> Trace | None:
-    said = known.get(b"traceparent")
-    return trace.read(said.decode("latin-1"), os.urandom(8).hex()) if said else None
-
-
-def _echoed(wanted: InferRequest, known: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    """Headers by which the caller knows the answer again, as far as it gave some."""
-    headers = []
-    if request_id(known):
-        headers.append((REQUEST_ID, wanted.id.encode("latin-1")))
-    if wanted.trace:
-        headers.append((b"traceparent", wanted.trace.header.encode()))
-    return headers
-
-
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """What `work` returns; it is given up, and leaves the queue, when the server says that its client has gone."""
     connection = request.scope.get("connection")
@@ -386,28 +326,4 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _off_loop(size_bytes: int, call: Callable[..., Any], *given: object) -> Any:  # noqa: ANN401 - what `call` returns
-    return await asyncio.to_thread(call, *given) if size_bytes > OFF_LOOP_BYTES else call(*given)
-
-
-@lru_cache(maxsize=256)
-def _said_of(origin: Origin) -> tuple[Mapping[str, Any], Sequence[tuple[bytes, bytes]]]:
-    """What a tensor answer says of its origin, in its JSON and in its headers."""
-    document = {
-        "model_name": origin.model,
-        "model_version": origin.version,
-        "parameters": {
-            "runtime": origin.runtime,
-            "precision": origin.precision,
-            "trust": origin.trust,
-            "degraded": origin.degraded or "",
-        },
-    }
-    headers = {
-        "appliance-runtime": origin.runtime,
-        "appliance-precision": origin.precision,
-        "appliance-version": origin.version,
-        "appliance-trust": origin.trust,
-    }
-    if origin.degraded:
-        headers["appliance-degraded"] = origin.degraded
-    return document, [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return await asyncio.to_thread(call, *given) if size_bytes > inference.OFF_LOOP_BYTES else call(*given)

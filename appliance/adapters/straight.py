@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import httptools
 from fastapi import Request, Response
 
-from appliance.adapters import access, http, oip
+from appliance.adapters import access, inference, oip
 from appliance.adapters.access import Caller, Gate
 from appliance.adapters.answers import JOINED_BYTES, answer_to
 from appliance.adapters.bodies import Bodies
@@ -69,7 +69,7 @@ class Straight:
             spec = self._service.asked_at_once(head.model, head.version)
             if caller is None or spec is None:
                 return False
-            header_length = http.header_length_in(known)
+            header_length = inference.header_length_in(known)
             if not spec.inputs or len(body) > bodies.each_bytes:
                 return False
             parsed = oip.parse(body, header_length, spec)
@@ -81,7 +81,7 @@ class Straight:
         except ApplianceError:
             self._left(caller, body)
             return False
-        wanted = http.wanted_by(parsed, known, head.model, head.version)
+        wanted = inference.wanted_by(parsed, known, head.model, head.version)
 
         def told(result: InferResponse | BaseException) -> None:
             self._left(caller, body)
@@ -107,7 +107,7 @@ class Straight:
         if not connection.in_hand:  # the client has gone
             return
         rendered = partial(_rendered, head, parsed, wanted, result)
-        if isinstance(result, InferResponse) and http.json_bytes_of(parsed, result) > http.OFF_LOOP_BYTES:
+        if isinstance(result, InferResponse) and inference.json_bytes_of(parsed, result) > inference.OFF_LOOP_BYTES:
             writing = asyncio.get_running_loop().run_in_executor(None, rendered)
             writing.add_done_callback(lambda done: connection.answer(*done.result()))
         else:
@@ -120,7 +120,7 @@ def _rendered(
     """The answer, and the fault of ours that it tells, to be logged."""
     if isinstance(result, InferResponse):
         try:
-            return http.answer_of(parsed, head.known, wanted, result), None
+            return inference.answer_of(parsed, head.known, wanted, result), None
         except Exception as error:  # whatever it is, it has an answer
             result = error
     scope = {"type": "http", "method": "POST", "path": head.path, "known": head.known}
@@ -159,7 +159,7 @@ def _head(content: bytes) -> Head | None:
         return None
     names = {name for name, _value in reader.headers}
     path = reader.url.decode("latin-1")
-    found = http.INFER.fullmatch(path)
+    found = inference.INFER.fullmatch(path)
     length = dict(reader.headers).get(b"content-length", b"")
     if (
         found is None
