@@ -299,7 +299,8 @@ def bench(
     from appliance.bench import measure  # noqa: PLC0415 - the other commands need none of it
     from appliance.bench.report import cells, to_html, to_json  # noqa: PLC0415 - likewise
 
-    plan = measure.Plan(30.0 if quick else 120.0, price_per_hour, faults_per_day, drill=not quick)
+    lasts_s, series_s = (30.0, 5.0) if quick else (120.0, 600.0)
+    plan = measure.Plan(lasts_s, series_s, price_per_hour, faults_per_day, drill=not quick)
     progress = console.plain(stderr=True)
     try:
         with client(url, timeout_s=120.0) as http, progress.status("looking at the daemon") as shown:

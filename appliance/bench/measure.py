@@ -1,7 +1,8 @@
 """The four dimensions of a served model, measured on a running daemon: speed, cost, elasticity, stability.
 
 And what stands beside them: whether answers repeat, how long a recovery takes, and the availability that follows.
-Everything is bounded in time, so a slow model is told of with fewer requests than a quick one; each line says how many.
+Loads are bounded in time, so a slow model is told of with fewer requests than a quick one; each line says how many.
+What is promised of 1,000 requests gets more time, and is not measured where that was not enough.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from itertools import chain
 from typing import Any, TypeVar
@@ -45,7 +46,7 @@ _DAY_S = 86_400
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _SAMPLES = 400
 _PARTS = 8
-"""No single load and no series of requests takes more than such a share of the time."""
+"""No single load takes more than such a share of the time."""
 _STEPS = 6
 _BACK_OFF = (1.0, 0.9, 0.8, 0.65)
 _CLIENTS = 4
@@ -66,7 +67,9 @@ class Plan:
     """What a measurement may take, and what its figures are reckoned with."""
 
     lasts_s: float = 120.0
-    """About so long, a drill apart."""
+    """About so long, the series of 1,000 and a drill apart."""
+    series_s: float = 600.0
+    """After that a series of 1,000 requests is given up."""
     price_per_hour: float = 1.0
     """Of the machine."""
     faults_per_day: float = 1.0
@@ -203,7 +206,7 @@ class Bench:
         chance = random.Random(3)  # noqa: S311 - to be repeatable
         head, tail = self._question.content[:_HEAD_BYTES], self._question.content[_HEAD_BYTES:]
         bodies = [mutated(head, chance) + tail for _ in range(BAD_INPUTS)]
-        self._tell(f"{BAD_INPUTS} bad inputs")
+        self._tell(f"{BAD_INPUTS:,} bad inputs")
 
         def send(content: bytes) -> int:
             try:
@@ -219,8 +222,10 @@ class Bench:
         restarted = restarts[1] - restarts[0] + (after["uptime_s"] < before["uptime_s"])
         counts = ", ".join(f"{(statuses == one).sum()} x {one or 'no answer'}" for one in np.unique(statuses))
         undeclared = int(((statuses >= 500) & ~np.isin(statuses, declared) | (statuses == 0)).sum())  # noqa: PLR2004
-        yield Verdict(f"restarts in {_of(len(statuses), BAD_INPUTS)} bad inputs", float(restarted), 0.0, note=counts)
-        yield Verdict("server errors that are not declared, or no answer", float(undeclared), 0.0)
+        restarts_line = Verdict(f"restarts in {BAD_INPUTS:,} bad inputs", float(restarted), 0.0, note=counts)
+        yield counted(restarts_line, len(statuses), BAD_INPUTS)
+        errors_line = Verdict("server errors that are not declared, or no answer", float(undeclared), 0.0)
+        yield counted(errors_line, len(statuses), BAD_INPUTS)
         right = question.difference(self._question.ask(self._client), self._right)
         yield Verdict("difference of the right answer before and after", right, self._tolerance)
 
@@ -231,14 +236,14 @@ class Bench:
         return [int(code) for code in operation["responses"]]
 
     def _repeats(self) -> Iterator[Verdict]:
-        self._tell(f"{REPEATS} times the same")
+        self._tell(f"{REPEATS:,} times the same")
 
         def off(_number: int) -> float:
             return question.difference(self._question.ask(self._client), self._right)
 
         apart = self._together(off, range(REPEATS))
-        what = f"largest difference in {_of(len(apart), REPEATS)} runs"
-        yield Verdict(what, max(apart), self._tolerance)
+        verdict = Verdict(f"largest difference in {REPEATS:,} runs", max(apart), self._tolerance)
+        yield counted(verdict, len(apart), REPEATS)
         yield self._batched()
 
     def _batched(self) -> Verdict:
@@ -268,8 +273,8 @@ class Bench:
         return np.repeat(array, _BATCH, axis=0)
 
     def _together(self, call: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Results of the calls that began before this part's time was over."""
-        ends_at = time.monotonic() + self._plan.lasts_s / _PARTS
+        """Results of the calls that began before the time of a series was over."""
+        ends_at = time.monotonic() + self._plan.series_s
         with ThreadPoolExecutor(_CLIENTS) as pool:
             done = list(pool.map(lambda item: [call(item)] if time.monotonic() < ends_at else [], items))
         return list(chain.from_iterable(done))
@@ -305,5 +310,9 @@ class Bench:
         return status
 
 
-def _of(count: int, wanted: int) -> str:
-    return f"{count:,}" if count == wanted else f"{count:,} (time was over before {wanted:,})"
+def counted(verdict: Verdict, done: int, wanted: int) -> Verdict:
+    """`verdict` on a series of `wanted` requests, of which `done` were made: a short one may fail, but not pass."""
+    if done >= wanted or not verdict.passed:
+        return verdict
+    note = f"not measured: time was over after {done:,} of {wanted:,}"
+    return replace(verdict, have=None, note=f"{note}; {verdict.note}" if verdict.note else note)

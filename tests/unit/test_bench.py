@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from appliance.bench.elasticity import Point, Verdict
-from appliance.bench.measure import Dimension, Findings
+from appliance.bench.measure import Dimension, Findings, counted
 from appliance.bench.question import Question, difference, guesses, page, picture_array
 from appliance.bench.report import cells, to_html, to_json
 from models.tasks.picture import decode_picture
@@ -36,6 +36,15 @@ def test_a_run_passes_when_nothing_failed_and_something_was_left_out() -> None:
     good, left_out, bad = Verdict("a", 1.0, 2.0), Verdict("b", None, 2.0), Verdict("c", 3.0, 2.0)
     assert Findings({}, [Dimension("Speed", [good, left_out])]).passed
     assert not Findings({}, [Dimension("Speed", [good]), Dimension("Cost", [left_out, bad])]).passed
+
+
+def test_a_series_that_time_cut_short_may_fail_but_not_pass() -> None:
+    good, bad = Verdict("crashes", 0.0, 0.0, note="854 x 400"), Verdict("crashes", 1.0, 0.0)
+    assert counted(good, 1000, 1000).passed is True
+    short = counted(good, 854, 1000)
+    assert (short.passed, short.note) == (None, "not measured: time was over after 854 of 1,000; 854 x 400")
+    assert counted(bad, 854, 1000).passed is False
+    assert counted(Verdict("difference", math.nan, 0.0), 854, 1000).passed is False
 
 
 def test_inputs_are_guessed_from_the_metadata_one_row_first() -> None:
