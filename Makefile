@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo fleet-demo test test-long lint format bench elasticity reload-bench swap-bench vm-test constraints clean
+.PHONY: demo fleet-demo test test-long lint format bench soak elasticity reload-bench swap-bench vm-test constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
@@ -18,7 +18,7 @@ fleet-demo: .venv/.upstream
 test: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql
 	$(PYTEST) -m "not long"
 
-test-long: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql
+test-long: .venv/.dev .venv/.mosquitto .venv/.chromium .venv/.postgresql .venv/.perf_analyzer
 	$(PYTEST) -m long
 
 lint: .venv/.dev
@@ -31,8 +31,13 @@ format: .venv/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Takes a quarter of an hour; PEERS_DIR names a folder of environments with other servers (tests/peers/README.md).
 bench: .venv/.dev
-	$(BIN)/python tests/bench.py
+	$(BIN)/python tests/bench.py $(BENCH_OPTIONS)
+
+# Ten minutes at 80 % load.
+soak: .venv/.dev
+	$(BIN)/python tests/load/soak.py $(SOAK_OPTIONS)
 
 # Takes 16 minutes; wants a machine that does nothing else.
 elasticity: .venv/.dev
@@ -120,4 +125,16 @@ clean:
 	  { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && echo "Installing PostgreSQL" && \
 	    apt-get update -qq && apt-get install -y -qq postgresql >/dev/null; } || \
 	  echo "PostgreSQL is missing and this user may not install it: its tests will be skipped"
+	@touch $@
+
+# Triton's load generator must run unchanged. Its wheel needs glibc 2.38; on an older system the one that tritonclient
+# carried till 2.41 does, with CUDA's runtime library, to which it is linked without using a GPU.
+.venv/.perf_analyzer: | .venv/.pip
+	@$(PIP) install --no-deps perf-analyzer==2.60.0 2>/dev/null || { \
+	  folder=$$PWD/.venv/perf_analyzer && echo "Installing perf_analyzer for an older system" && \
+	  $(PIP) install --no-deps --target $$folder tritonclient==2.41.1 nvidia-cuda-runtime-cu12==12.9.79 && \
+	  { ldconfig -p | grep -q libb64 || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq libb64-0d >/dev/null; }; } && \
+	  printf '#!/bin/sh\nLD_LIBRARY_PATH=%s/nvidia/cuda_runtime/lib exec %s/bin/perf_analyzer "$$@"\n' $$folder $$folder \
+	    > $(BIN)/perf_analyzer && chmod +x $(BIN)/perf_analyzer $$folder/bin/perf_analyzer; } || \
+	  echo "perf_analyzer cannot be installed here: its tests will be skipped"
 	@touch $@

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,8 @@ SAMPLES: dict[str, npt.NDArray[Any]] = {
     "BYTES": np.array([b"", "größer 発".encode(), b"x" * 300], np.object_),
 }
 """The ends of each datatype's range."""
+
+PERF_ANALYZER = shutil.which("perf_analyzer", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 A, B = np.array([1, 2, 3, 4], np.float32), np.array([10, 20, 30, 40], np.float32)
 
@@ -167,14 +171,15 @@ def test_the_stock_client_unloads_a_model_and_loads_it_again(
     assert np.array_equal(client.infer("pair", inputs({"a": A, "b": B}, binary=True)).as_numpy("sum"), A + B)
 
 
-@pytest.mark.skipif(not shutil.which("perf_analyzer"), reason="perf_analyzer is not installed")
+@pytest.mark.long
+@pytest.mark.skipif(not PERF_ANALYZER, reason="perf_analyzer is not installed")
 @pytest.mark.parametrize(
     "model", [("-m", "pair"), ("-m", "linear", "--shape", "x:1,16"), ("-m", "text", "--shape", "x:1")], ids=" ".join
 )
 def test_perf_analyzer_runs_unchanged(tiny_daemon: Daemon, model: tuple[str, ...]) -> None:
     # It shall run, not measure: a hundred requests, however they vary.
     short = ["--measurement-mode", "count_windows", "--measurement-request-count", "100", "-s", "999"]
-    command = ["perf_analyzer", *model, "-u", tiny_daemon.url.removeprefix("http://"), *short]
+    command = [str(PERF_ANALYZER), *model, "-u", tiny_daemon.url.removeprefix("http://"), *short]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "Throughput:" in run.stdout, run.stdout + run.stderr
     assert "Avg request latency:" in run.stdout  # from the statistics
