@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class Database:
             self._engine = _engine(url)
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise ConfigError(_unusable(url, error)) from error
+        # SQLite has whoever waits for another writer look again and again, up to 100 ms later.
+        self._turn = contextlib.nullcontext() if self.is_shared else threading.Lock()
         try:
             self._migrate()
         except (DBAPIError, OSError, ValueError) as error:
@@ -71,7 +74,7 @@ class Database:
 
         A commit whose answer was lost may have happened all the same.
         """
-        with _reached(), self._engine.connect() as plain:
+        with self._turn, _reached(), self._engine.connect() as plain:
             connection = plain.execution_options(writes=True)
             with connection.begin():
                 yield connection

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 import structlog
-from sqlalchemy import Connection, Row, delete, literal, select, union_all, update
+from sqlalchemy import BindParameter, Connection, Row, bindparam, delete, literal, select, union_all, update
 from sqlalchemy.exc import DataError
 
 from appliance.core import campaign as rules
@@ -37,6 +37,55 @@ _MOST_COMMANDS, _MOST_OPINIONS = 32, 64
 _MOST_RANGES = 10_000
 """Of one life. Beyond, the oldest gap counts as taken: what was in it has been given up by the device."""
 _LONGEST_LABEL, _MOST_LABELS = 128, 64
+
+# Statements of each exchange, put together once: to do so takes longer than to run them.
+_OURS: BindParameter[str] = bindparam("ours")
+_LIFE: BindParameter[str] = bindparam("life")
+_NOW: BindParameter[float] = bindparam("now")
+_DEVICE = select(t.devices).where(t.devices.c.device_id == _OURS)
+_STREAM = select(t.streams).where(t.streams.c.device_id == _OURS, t.streams.c.incarnation == _LIFE).with_for_update()
+_SEEN = update(t.devices).where(t.devices.c.device_id == _OURS).values(last_seen=_NOW)
+_ANSWERED = (
+    update(t.streams)
+    .where(t.streams.c.device_id == _OURS, t.streams.c.incarnation == _LIFE)
+    .values({name: bindparam(f"new_{name}") for name in ("heard_at", "exchange", "batch_id", "sent_at", "received")})
+)
+_ASKED = (
+    select(t.members, t.campaigns.c.model, t.campaigns.c.version)
+    .join(t.campaigns, t.campaigns.c.id == t.members.c.campaign)
+    .where(
+        t.members.c.device_id == _OURS,
+        t.members.c.asked_at.is_not(None),
+        t.campaigns.c.state.in_((rules.RUNNING, rules.PAUSED)),
+    )
+)
+_WISHES = union_all(
+    select(literal("pin").label("what"), t.pins.c.model.label("key"), t.pins.c.version.label("value")).where(
+        t.pins.c.device_id == _OURS
+    ),
+    select(literal("label"), t.labels.c.key, t.labels.c.value).where(t.labels.c.device_id == _OURS, t.labels.c.own),
+    select(literal("group"), t.groups.c.name, literal("")).where(t.groups.c.device_id == _OURS),
+)
+_ORDERS = (
+    select(t.deliveries.c.order_id, t.deliveries.c.envelope)
+    .where(
+        t.deliveries.c.device_id == _OURS,
+        t.deliveries.c.acknowledged_at.is_(None),
+        t.deliveries.c.result.is_(None),
+        t.deliveries.c.expires_at > _NOW,
+    )
+    .order_by(t.deliveries.c.command)
+    .limit(_MOST_COMMANDS)
+)
+_OPINIONS = (
+    select(t.samples.c.opinion)
+    .where(
+        t.samples.c.device_id == _OURS,
+        t.samples.c.acknowledged_at.is_(None),
+        t.samples.c.answered_at.is_not(None),
+    )
+    .limit(_MOST_OPINIONS)
+)
 
 
 class Ingest:
@@ -64,8 +113,7 @@ class Ingest:
             late = _late(batch, stream) or not present
             if restored:
                 _note(tx, now, "restored", device_id, {"exchange": batch.exchange, "known": stream.exchange})
-            seen = update(t.devices).where(t.devices.c.device_id == device_id)
-            tx.execute(seen.values(last_seen=max(now, device.last_seen)))
+            tx.execute(_SEEN, {"ours": device_id, "now": max(now, device.last_seen)})
             if batch.state is not None and not late:
                 self._state(tx, device_id, batch.state)
             fresh = self._items(tx, batch, stream.received, now)
@@ -73,17 +121,14 @@ class Ingest:
             self._judge(tx, device_id, [item for item in fresh if item.kind == "deployment"], now)
             again = batch.batch_id == stream.batch_id
             exchange = max(stream.exchange, batch.exchange) + (not again)
-            tx.execute(
-                update(t.streams)
-                .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == batch.incarnation)
-                .values(
-                    heard_at=now,
-                    exchange=exchange,
-                    batch_id=batch.batch_id,
-                    sent_at=max(stream.sent_at, batch.sent_at),
-                    received=_merged(stream.received, [item.number for item in fresh]),
-                )
-            )
+            told = {
+                "new_heard_at": now,
+                "new_exchange": exchange,
+                "new_batch_id": batch.batch_id,
+                "new_sent_at": max(stream.sent_at, batch.sent_at),
+                "new_received": _merged(stream.received, [item.number for item in fresh]),
+            }
+            tx.execute(_ANSWERED, {"ours": device_id, "life": batch.incarnation, **told})
             answer = Answer(
                 received=sync.ranges(item.number for item in batch.items),
                 wait_s=self._pace(),
@@ -106,12 +151,8 @@ class Ingest:
         """The rows of a device and of its present life, which is locked; both are made where they are not there."""
         device_id, incarnation = batch.device_id, batch.incarnation
         device = self._registered(tx, device_id, now)
-        locked = (
-            select(t.streams)
-            .where(t.streams.c.device_id == device_id, t.streams.c.incarnation == incarnation)
-            .with_for_update()
-        )
-        stream = tx.execute(locked).one_or_none()
+        ours = {"ours": device_id, "life": incarnation}
+        stream = tx.execute(_STREAM, ours).one_or_none()
         if stream is not None and not _comes_back(tx, batch, device):
             return device, stream
         life = {"device_id": device_id, "incarnation": incarnation, "heard_at": now, "received": []}
@@ -123,17 +164,16 @@ class Ingest:
             if device.incarnation:
                 action = "flashed anew" if stream is None else "came back"
                 _note(tx, now, action, device_id, {"before": device.incarnation, "now": incarnation})
-        return self._registered(tx, device_id, now), tx.execute(locked).one()
+        return self._registered(tx, device_id, now), tx.execute(_STREAM, ours).one()
 
     def _registered(self, tx: Connection, device_id: str, now: float) -> Row[Any]:
         """The row of a device, made where it is a new one; raises Forbidden for one that was retired."""
-        found = select(t.devices).where(t.devices.c.device_id == device_id)
-        known = tx.execute(found).one_or_none()
+        known = tx.execute(_DEVICE, {"ours": device_id}).one_or_none()
         if known is None:
             row = {"device_id": device_id, "registered_at": now, "last_seen": now}
             if self._database.add(tx, t.devices, row):
                 _note(tx, now, "registered", device_id, {})
-            known = tx.execute(found).one()
+            known = tx.execute(_DEVICE, {"ours": device_id}).one()
         if known.retired_at is not None:
             msg = f"the device {device_id!r} was retired: an operator may take that back"
             raise Forbidden(msg)
@@ -226,15 +266,7 @@ class Ingest:
     @staticmethod
     def _judge(tx: Connection, device_id: str, reports: Sequence[Item], now: float) -> None:
         """Note what became of the versions that campaigns have asked a device for."""
-        asked = tx.execute(
-            select(t.members, t.campaigns.c.model, t.campaigns.c.version)
-            .join(t.campaigns, t.campaigns.c.id == t.members.c.campaign)
-            .where(
-                t.members.c.device_id == device_id,
-                t.members.c.asked_at.is_not(None),
-                t.campaigns.c.state.in_((rules.RUNNING, rules.PAUSED)),
-            )
-        ).all()
+        asked = tx.execute(_ASKED, {"ours": device_id}).all()
         if not asked:
             return
         state = tx.execute(select(t.devices.c.state).where(t.devices.c.device_id == device_id)).scalar_one()
@@ -324,15 +356,7 @@ def _late(batch: Batch, stream: Row[Any]) -> bool:
 
 def _desired(tx: Connection, device: Row[Any]) -> Desired:
     """What a device should be like."""
-    ours = device.device_id
-    said = union_all(
-        select(literal("pin").label("what"), t.pins.c.model.label("key"), t.pins.c.version.label("value")).where(
-            t.pins.c.device_id == ours
-        ),
-        select(literal("label"), t.labels.c.key, t.labels.c.value).where(t.labels.c.device_id == ours, t.labels.c.own),
-        select(literal("group"), t.groups.c.name, literal("")).where(t.groups.c.device_id == ours),
-    )
-    wishes = sorted((row.what, row.key, row.value) for row in tx.execute(said))
+    wishes = sorted((row.what, row.key, row.value) for row in tx.execute(_WISHES, {"ours": device.device_id}))
     wanted = Desired(
         "",
         {key: value for what, key, value in wishes if what == "pin"},
@@ -380,30 +404,12 @@ def _outcome(member: Row[Any], reports: Sequence[Item], state: Mapping[str, Any]
 
 
 def _open_orders(tx: Connection, device_id: str, now: float) -> tuple[Ordered, ...]:
-    rows = tx.execute(
-        select(t.deliveries.c.order_id, t.deliveries.c.envelope)
-        .where(
-            t.deliveries.c.device_id == device_id,
-            t.deliveries.c.acknowledged_at.is_(None),
-            t.deliveries.c.result.is_(None),
-            t.deliveries.c.expires_at > now,
-        )
-        .order_by(t.deliveries.c.command)
-        .limit(_MOST_COMMANDS)
-    )
+    rows = tx.execute(_ORDERS, {"ours": device_id, "now": now})
     return tuple(Ordered(row.order_id, row.envelope) for row in rows)
 
 
 def _open_opinions(tx: Connection, device_id: str) -> tuple[Opinion, ...]:
-    rows = tx.execute(
-        select(t.samples.c.opinion)
-        .where(
-            t.samples.c.device_id == device_id,
-            t.samples.c.acknowledged_at.is_(None),
-            t.samples.c.answered_at.is_not(None),
-        )
-        .limit(_MOST_OPINIONS)
-    ).scalars()
+    rows = tx.execute(_OPINIONS, {"ours": device_id}).scalars()
     return tuple(schema.load(Opinion, opinion) for opinion in rows)
 
 
