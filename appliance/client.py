@@ -54,14 +54,21 @@ class Client:
         )
 
     def predict(
-        self, model: str, picture: bytes, *, source: str = "", deadline_ms: float | None = None
+        self,
+        model: str,
+        picture: bytes,
+        *,
+        source: str = "",
+        deadline_ms: float | None = None,
+        escalate: bool = False,
     ) -> dict[str, Any]:
         """The predict document of one JPEG or PNG.
 
-        Of pictures from one `source` that wait, the daemon keeps the latest. Raises CallerError for a request that
+        Of pictures from one `source` that wait, the daemon keeps the latest. Where the answer is doubtful, `escalate`
+        waits for what upstream says, which is its `second_opinion`. Raises CallerError for a request that
         will never do, Unavailable (with `retry_after_s`) for one that may do later, ModelError when the model failed.
         """
-        query = {"source": source, "deadline_ms": deadline_ms}
+        query = {"source": source, "deadline_ms": deadline_ms, "escalate": "wait" if escalate else None}
         params = {key: value for key, value in query.items() if value}
         try:
             answer = self._http.post(f"/v1/models/{model}/predict", content=picture, params=params)

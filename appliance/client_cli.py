@@ -78,9 +78,14 @@ def infer(
     as_json: AsJson = False,
     deadline_ms: Annotated[float | None, typer.Option(help="give up after this long")] = None,
     out: Annotated[Path | None, typer.Option(help="draw what was found into a copy of the picture")] = None,
+    escalate: Annotated[
+        bool, typer.Option("--escalate", help="wait for a second opinion of upstream where the answer is doubtful")
+    ] = False,
 ) -> None:
     """Send a picture and print what the model answers."""
-    parameters = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
+    parameters: dict[str, Any] = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
+    if escalate:
+        parameters["escalate"] = "wait"
     if out and out.exists() and out.samefile(file):
         msg = f"{out} is the picture itself: name another file"
         raise typer.BadParameter(msg, param_hint="--out")
@@ -103,6 +108,9 @@ def infer(
         table.add_row(str(i), item.get("text") or item.get("label"), f"{item['confidence']:.2f}", at)
     screen = console.plain()
     screen.print(table if table.row_count else f"no {kind} found")
+    opinion = answer.get("second_opinion")
+    if opinion:
+        screen.print(f"second opinion: {_opinion(opinion)}")
     screen.print(
         f"{answer['model']} {answer['version']} by {answer['runtime']} ({answer['precision']})"
         f" in {answer['timing_ms']['total']:.0f} ms, {answer['trust']}",
@@ -118,7 +126,7 @@ def status(url: Url = DEFAULT_URL, as_json: AsJson = False) -> None:
         print(json.dumps(answer, ensure_ascii=False))
         return
     screen = console.plain()
-    ready, style = ("ready", "green") if answer["ready"] else ("not ready", "red")
+    ready, style = _readiness(answer)
     screen.print(
         f"{answer['device_id']}: {ready}, up {answer['uptime_s']:.0f} s, version {answer['appliance']}", style=style
     )
@@ -327,6 +335,22 @@ def bench(
         screen.print(table)
     if not found.passed:
         raise typer.Exit(1)
+
+
+def _readiness(answer: dict[str, Any]) -> tuple[str, str]:
+    """In words, and in a colour."""
+    if not answer["ready"]:
+        return "not ready", "red"
+    loaded = any(model["ready"] for model in answer["models"])
+    return ("ready", "green") if loaded else ("ready, nothing loaded", "yellow")
+
+
+def _opinion(opinion: dict[str, Any]) -> str:
+    """What a larger model says, in one line."""
+    if opinion.get("reason"):
+        return f"none ({opinion['reason']})"
+    said = " / ".join(item.get("text") or item.get("label") or "" for item in items(opinion))
+    return f"{opinion['by']} {'agrees' if opinion['agrees'] else 'says'}: {said or 'nothing found'}"
 
 
 def _mebibytes(size_bytes: int) -> str:

@@ -48,10 +48,10 @@ def plain(*, stderr: bool = False) -> Console:
     return console
 
 
-def fail(message: str) -> NoReturn:
-    """Print `message` and exit with status 1."""
+def fail(message: str, code: int = 1) -> NoReturn:
+    """Print `message` and exit: with 1 for what was refused or failed, with 2 for wrong usage."""
     plain(stderr=True).print(message, style="red")
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 def client(url: str, *, timeout_s: float = 60.0) -> httpx.Client:

@@ -168,6 +168,8 @@ def support_bundle(
         print(json.dumps({"file": str(path), "parts": sorted(parts), "left_out": left_out}))
         return
     screen = console.plain()
+    if config is None:
+        screen.print("the settings are those of this shell: where the daemon has others, give --config", style="yellow")
     screen.print(f"{path}: {', '.join(sorted(parts))}")
     for name, why in left_out.items():
         screen.print(f"left out: {name} ({why})", style="yellow")

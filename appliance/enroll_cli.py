@@ -62,7 +62,7 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
     from models.folder import write_file  # noqa: PLC0415
 
     if sum(map(bool, (url, request, answer, renew))) > 1:
-        console.fail("choose one of --url, --request, --answer and --renew")
+        console.fail("choose one of --url, --request, --answer and --renew", 2)
     flags: dict[str, object] = {} if state_dir is None else {"state_dir": state_dir}
     # Settings may ask already for what is only about to come.
     flags["identity"], flags["http"] = {"http": False, "mqtt": False}, {"host": "127.0.0.1"}
@@ -76,12 +76,12 @@ def enroll(  # noqa: PLR0913, PLR0917 - options of a command
             return
         if answer:
             if ca is None:
-                raise ConfigError("whom to trust is not said: give the fleet's authority with --ca FILE")
+                console.fail("whom to trust is not said: give the fleet's authority with --ca FILE", 2)
             issued = json.loads(_content(answer, "bring the answer of `provision enroll sign`"))
             found = identity.accept(schema.load(Issued, issued), _content(ca, _BRING))
         elif url:
             if not token or not (ca or fingerprint):
-                raise ConfigError("give --token, and the authority with --ca FILE or --fingerprint HEX")
+                console.fail("give --token, and the authority with --ca FILE or --fingerprint HEX", 2)
             authority = _content(ca, _BRING) if ca else authority_of(url, fingerprint)
             with _named(told, name) as device:
                 found = identity.enrol(url, token, device, authority)

@@ -70,21 +70,26 @@ def device(
     label: Annotated[
         list[str] | None, typer.Option(help="give it these labels alone; may be repeated", metavar="KEY=VALUE")
     ] = None,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(help="have it run this version; without =VERSION its channel says", metavar="MODEL[=VERSION]"),
+    ] = None,
+    paused: Annotated[
+        bool | None, typer.Option("--pause/--resume", help="have it begin no deployment", show_default=False)
+    ] = None,
     retire: Annotated[
         bool, typer.Option("--retire", help="take it out of the fleet: what it sends is refused")
     ] = False,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
 ) -> None:
-    """Show one device and what happened on it, or say where it belongs."""
+    """Show one device and what happened on it, or say where it belongs and what it should run."""
     path = f"{_FLEET}/devices/{name}"
     if retire:
         ask("DELETE", url, path)
         print(json.dumps({"device_id": name, "retired": True}) if as_json else f"{name} is retired")
         return
-    changes: dict[str, Any] = {} if group is None else {"groups": group}
-    if label is not None:
-        changes["labels"] = dict(_pair(one) for one in label)
+    changes = _changes(group, label, pin, paused)
     if changes:
         ask("PATCH", url, path, json=changes)
     found = ask("GET", url, path)
@@ -94,6 +99,7 @@ def device(
     screen = console.plain()
     screen.print(f"{name}: {_seen(found)}, {_health(found)}", style="green" if found["online"] else "yellow")
     for what, text in (
+        ("paused", "it begins no deployment" if found["paused"] else ""),
         ("runs", _versions(found)),
         ("should run", _versions({"versions": {m: {"version": v} for m, v in found["desired"].items()}})),
         ("groups", ", ".join(found["groups"])),
@@ -108,6 +114,24 @@ def device(
         table.add_row(_moment(event["at"]), kind.replace("_", " "), event["text"].removeprefix(kind).strip())
     if found["timeline"]:
         screen.print(table)
+
+
+@app.command(epilog="Example: appliance fleet audit --limit 20; a token of role operator is needed")
+def audit(
+    limit: Annotated[int, typer.Option(help="the latest so many", min=1, max=1000)] = 100,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+) -> None:
+    """Show who did what, the newest first."""
+    found = ask("GET", url, f"{_FLEET}/audit", params={"limit": limit})["audit"]
+    if as_json:
+        print(json.dumps(found, ensure_ascii=False))
+        return
+    table = Table("when", "who", "what", "device", "", box=None)
+    for one in found:
+        detail = ", ".join(f"{key} {value}" for key, value in one["detail"].items())
+        table.add_row(_moment(one["at"]), one["by"], one["action"], one["device_id"], detail)
+    console.plain().print(table if found else "nothing was done yet")
 
 
 @campaign.command(
@@ -230,7 +254,8 @@ def command(
         text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         envelopes = [json.loads(row) for row in text.splitlines() if row.strip()]
     except (OSError, ValueError) as error:
-        console.fail(f"{file} cannot be read as orders ({error}): give what `provision command sign` printed")
+        wrong = f"{file} cannot be read as orders ({error}): give what `provision command sign` printed"
+        console.fail(wrong, 2 if isinstance(error, OSError) else 1)
     made = ask("POST", url, f"{_FLEET}/commands", json={"target": target, "envelopes": envelopes})
     until = time.monotonic() + wait_s
     path = f"{_FLEET}/commands/{made['id']}"
@@ -403,6 +428,16 @@ def _who(wave: Mapping[str, Any]) -> str:
         else f"label {wave['label']}"
     )
     return f"{text} (canary)" if wave.get("canary") else text
+
+
+def _changes(
+    group: list[str] | None, label: list[str] | None, pin: list[str] | None, paused: bool | None
+) -> dict[str, Any]:
+    """What is asked to be changed on a device; empty for nothing."""
+    labels = None if label is None else dict(_pair(one) for one in label)
+    pins = [one.partition("=") for one in pin or ()]
+    wished = {model: version or None for model, _, version in pins}
+    return _given({"groups": group, "labels": labels, "pins": wished or None, "paused": paused})
 
 
 def _given(values: Mapping[str, Any]) -> dict[str, Any]:

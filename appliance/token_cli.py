@@ -16,7 +16,7 @@ from rich.table import Table
 
 from appliance import console
 from appliance.console import AsJson, Config, StateDir, settings_of
-from models.errors import ApplianceError
+from models.errors import ApplianceError, BadInput
 
 if TYPE_CHECKING:
     from appliance.adapters.tokens import TokenFile
@@ -42,6 +42,8 @@ def create(
     try:
         file = _file(state_dir, config)
         token = file.create(name, Role.of(role))
+    except BadInput as error:
+        console.fail(str(error), 2)
     except ApplianceError as error:
         console.fail(str(error))
     if as_json:

@@ -11,7 +11,7 @@ from pathlib import Path
 import urllib3
 import zstandard
 
-from appliance.adapters.outbound import Pools, bearer
+from appliance.adapters.outbound import Pools, bearer, why
 from appliance.adapters.tls import Calling
 from models import sync
 
@@ -82,11 +82,11 @@ class Exchanges:
                 response.drain_conn()  # the connection serves again
                 return Reply(response.status, body, retry_after_s, moved_bytes=moved_bytes)
         except _NOT_SENT as error:
-            return Reply(reason=_why(error), moved_bytes=0)
+            return Reply(reason=why(error), moved_bytes=0)
         except (urllib3.exceptions.HTTPError, zstandard.ZstdError, ValueError) as error:
-            return Reply(reason=_why(error), unsure=True, moved_bytes=moved_bytes)
+            return Reply(reason=why(error), unsure=True, moved_bytes=moved_bytes)
         except OSError as error:  # a file of ours
-            return Reply(reason=_why(error))
+            return Reply(reason=why(error))
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -135,7 +135,3 @@ def _unpacked(packed: bytes) -> bytes:
 def _seconds(text: str) -> float | None:
     """Of the header Retry-After; a date is not taken, because no clock of a device is believed for that."""
     return float(text) if text.isdecimal() else None
-
-
-def _why(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import ssl
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import urllib3
+
+_OBJECT = re.compile(r"^(<[^>]*>|HTTPS?Connection(Pool)?\([^)]*\)): ")
+"""Of the HTTP client, in which something went wrong."""
+
+
+def why(error: Exception) -> str:
+    """What went wrong, in words for people: what the HTTP client wraps around it tells them nothing."""
+    inner = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason else error
+    wrapped = inner.args[-1] if inner.args and isinstance(inner, urllib3.exceptions.HTTPError) else None
+    said = _OBJECT.sub("", str(wrapped if isinstance(wrapped, str | Exception) else inner))
+    return said or type(inner).__name__
 
 
 def bearer(token_file: Path) -> str:

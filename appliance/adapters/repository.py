@@ -38,7 +38,7 @@ from tuf.api.exceptions import (
 )
 from tuf.ngclient import FetcherInterface, Updater
 
-from appliance.adapters.outbound import Pools
+from appliance.adapters.outbound import Pools, why
 from models import published
 from models.bundle import Blob, Manifest
 from models.errors import ApplianceError, Unreachable, UntrustedUpdate, UpdateError
@@ -107,7 +107,7 @@ class Fetcher(FetcherInterface):
                 "GET", url, headers=headers, timeout=self._timeout, retries=_RETRIES, preload_content=False
             )
         except urllib3.exceptions.HTTPError as error:
-            msg = f"{url} cannot be fetched: {error}"
+            msg = f"{url} cannot be fetched: {why(error)}"
             raise DownloadError(msg) from error
         if response.status in {_OK, _PARTIAL} or (start and response.status == _NOT_SATISFIABLE):
             return response
@@ -129,7 +129,7 @@ class Fetcher(FetcherInterface):
                         msg = f"{response.url} takes more than {_FILE_LIMIT_S:g} s"
                         raise SlowRetrievalError(msg)
             except urllib3.exceptions.HTTPError as error:
-                msg = f"the connection broke: {error}"
+                msg = f"the connection broke: {why(error)}"
                 raise DownloadError(msg) from error
 
 
@@ -316,7 +316,7 @@ class Repository:
                     if chunk:
                         yield chunk
             except urllib3.exceptions.HTTPError as error:
-                msg = f"the connection broke: {error}"
+                msg = f"the connection broke: {why(error)}"
                 raise DownloadError(msg) from error
 
 

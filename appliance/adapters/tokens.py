@@ -22,7 +22,7 @@ from pathlib import Path
 import orjson
 
 from models import schema
-from models.errors import BadInput, ConfigError, NotFound
+from models.errors import BadInput, ConfigError, Conflict, NotFound
 from models.folder import write_file
 
 NAME = r"[A-Za-z0-9_-]{1,64}"
@@ -97,7 +97,7 @@ class TokenFile:
         return self._tokens
 
     def create(self, name: str, role: Role) -> str:
-        """A new token, which is kept nowhere; raises BadInput for a name that is taken or none."""
+        """A new token, which is kept nowhere; raises BadInput for what is no name, and Conflict."""
         if not re.fullmatch(NAME, name):
             msg = f"{name[:100]!r} is no name of a token: use up to 64 of A-Z a-z 0-9 _ -"
             raise BadInput(msg)
@@ -105,10 +105,10 @@ class TokenFile:
         with self._changing() as tokens:
             if name in tokens:
                 msg = f"there is a token {name!r} already: revoke it first, or choose another name"
-                raise BadInput(msg)
+                raise Conflict(msg)
             if len(tokens) >= MOST_TOKENS:
                 msg = f"there are {MOST_TOKENS} tokens already: revoke some first"
-                raise BadInput(msg)
+                raise Conflict(msg)
             tokens[name] = Token(role.label, digest(secret), int(time.time()))
         return f"{name}.{secret}"
 

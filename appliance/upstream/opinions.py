@@ -19,7 +19,7 @@ import orjson
 import structlog
 import urllib3
 
-from appliance.adapters.outbound import Pools, bearer
+from appliance.adapters.outbound import Pools, bearer, why
 from appliance.adapters.tls import Calling
 from appliance.core.opinion import corrected
 from models.answers import found
@@ -109,7 +109,7 @@ class Opinions:
                 "POST", url, body=head + content, headers=headers, timeout=timeout, retries=False, redirect=False
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
-            msg = f"{url} does not answer ({error}): see opinions.url"
+            msg = f"{url} does not answer ({why(error)}): see opinions.url"
             raise Unavailable(msg) from error
         if answer.status in _NEVER:
             msg = f"it answers with {answer.status} ({answer.data[:200]!r})"

@@ -229,12 +229,12 @@ def test_limits_of_the_settings_hold_on_a_running_daemon(start_null: StartDaemon
 
 def test_the_commands_for_tokens_say_what_is_wrong_in_one_sentence(tmp_path: Path) -> None:
     state = ["--state-dir", str(tmp_path)]
-    for arguments, reason in (
-        (("create", "a b", "--role", "infer"), "is no name of a token"),
-        (("create", "a", "--role", "root"), "there is no role 'root'; known: infer, operate, admin"),
-        (("revoke", "a"), "there is no token 'a'"),
+    for arguments, code, reason in (
+        (("create", "a b", "--role", "infer"), 2, "is no name of a token"),
+        (("create", "a", "--role", "root"), 2, "there is no role 'root'; known: infer, operate, admin"),
+        (("revoke", "a"), 1, "there is no token 'a'"),
     ):
         ended = appliance("token", *arguments, *state)
-        assert (ended.returncode, reason in ended.stderr) == (1, True), ended.stderr
+        assert (ended.returncode, reason in ended.stderr) == (code, True), ended.stderr
         assert "Traceback" not in ended.stderr
     assert "no tokens" in appliance("token", "list", *state).stdout

@@ -162,5 +162,12 @@ def test_the_commands_show_the_fleet_and_turn_a_campaign(fleet: Fleet, tmp_path:
     nonsense = tmp_path / "order.json"
     nonsense.write_text(json.dumps({"payloadType": PAYLOAD_TYPE}))
     assert "cannot be read" in fleet.command("command", str(nonsense), "--device", "press-1", wanted=1)
+    shown = fleet.command("device", "press-1", "--pin", "other=3.0.0", "--pause")
+    assert ("it begins no deployment" in shown, "other 3.0.0" in shown) == (True, True), shown
+    shown = fleet.command("device", "press-1", "--pin", "other", "--resume")
+    assert ("it begins no deployment" in shown, "should run: other" in shown) == (False, False)
+    assert "changed" in fleet.command("audit", "--limit", "2")
+    assert json.loads(fleet.command("audit", "--limit", "1", "--json"))[0]["detail"]["paused"] is False
+    assert "HTTP 403" in fleet.command("audit", role="viewer", wanted=1)
     assert "press-2 is retired" in fleet.command("device", "press-2", "--retire")
     assert len(json.loads(fleet.command("devices", "--json"))) == 1

@@ -92,6 +92,7 @@ def test_a_support_bundle_without_a_daemon_names_what_is_missing(tmp_path: Path)
     shown = appliance("support-bundle", "--out", str(out), "--state-dir", str(tmp_path), env=NOWHERE)
     assert shown.returncode == 0, shown.stderr
     assert "left out: status.json" in shown.stdout
+    assert shown.stdout.startswith("the settings are those of this shell")
     assert "checks.json" in shown.stdout
     assert appliance("support-bundle", "--out", "/none/case.tar.gz", env=NOWHERE).returncode == 1
 

@@ -88,24 +88,25 @@ def test_the_workshop_says_what_is_wrong_in_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reason"),
+    ("arguments", "code", "reason"),
     [
-        ((), "this device is not enrolled: give --url and --token"),
-        (("--renew",), "this device has no certificate"),
-        (("--renew", "--url", "https://localhost"), "choose one of"),
-        (("--url", "https://localhost"), "give --token, and the authority"),
-        (("--answer", "a"), "whom to trust is not said"),
-        (("--answer", "none", "--ca", "none"), "none cannot be read (No such file"),
+        ((), 1, "this device is not enrolled: give --url and --token"),
+        (("--renew",), 1, "this device has no certificate"),
+        (("--renew", "--url", "https://localhost"), 2, "choose one of"),
+        (("--url", "https://localhost"), 2, "give --token, and the authority"),
+        (("--answer", "a"), 2, "whom to trust is not said"),
+        (("--answer", "none", "--ca", "none"), 1, "none cannot be read (No such file"),
         (
             ("--url", "https://localhost:1", "--token", "t", "--ca", "none"),
+            1,
             "(No such file or directory): bring authority/",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_a_device_says_what_is_wrong_in_one_sentence(arguments: tuple[str, ...], reason: str) -> None:
-    code, said = enroll(*arguments)
-    assert (code, reason in said, "Traceback" in said) == (1, True, False), said
+def test_a_device_says_what_is_wrong_in_one_sentence(arguments: tuple[str, ...], code: int, reason: str) -> None:
+    ended, said = enroll(*arguments)
+    assert (ended, reason in said, "Traceback" in said) == (code, True, False), said
 
 
 def test_a_device_that_is_to_serve_others_by_its_certificate_can_ask_for_it(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from appliance.adapters.tokens import Role, TokenFile, role_of
-from models.errors import BadInput, ConfigError, NotFound
+from models.errors import BadInput, ConfigError, Conflict, NotFound
 
 pytestmark = pytest.mark.unit
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_name_that_is_taken_keeps_its_token(tmp_path: Path) -> None:
     file = TokenFile(tmp_path)
     token = file.create("gate", Role.INFER)
-    with pytest.raises(BadInput, match="there is a token 'gate' already: revoke it first"):
+    with pytest.raises(Conflict, match="there is a token 'gate' already: revoke it first"):
         file.create("gate", Role.ADMIN)
     assert role_of(token, file.read()) == ("gate", Role.INFER)
 
