@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -75,7 +75,7 @@ _SLOW = frozenset({"load", "unload"})
 _CONFIDENCE_DIGITS = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take five times as long to make: there is one a request
 class InferRequest:
     """Tensors for a model; `model` names a bundle, or one of its graphs as `bundle.graph`."""
 
@@ -109,7 +109,11 @@ class Origin:
     degraded: str | None
 
 
-@dataclass(frozen=True, slots=True)
+_origin = lru_cache(maxsize=256)(Origin)
+"""The same one for all answers that are alike."""
+
+
+@dataclass(slots=True)
 class InferResponse:
     """The answer to an InferRequest."""
 
@@ -120,7 +124,7 @@ class InferResponse:
     """Requests that shared the run."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """What became of a request for a served model: `seconds` from its arrival here, `error` None if answered."""
 
@@ -291,7 +295,7 @@ class Bundle:
             return ModelError("an answer arrived from a worker that never became ready")
         precision = ready.graphs[graph].precision if graph else _precisions(ready)
         degraded = supervisor.health.degraded or self.meanwhile or None
-        origin = Origin(model, self.version, ready.runtime, precision, self.trust, degraded)
+        origin = _origin(model, self.version, ready.runtime, precision, self.trust, degraded)
         return InferResponse(origin, answer.tensors, answer.timing_ms, answer.together)
 
 

@@ -52,7 +52,7 @@ _OUTPUT_READS = 4
 """As much as a pipe holds: what a worker has left behind when it is gone."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take five times as long to make: there is one a request
 class Answer:
     """Tensors whose payloads belong to the receiver, and where the time went."""
 
@@ -262,6 +262,10 @@ class Supervisor:
         now = time.monotonic()
         if self.health.refuses:
             raise self._not_ready(now)
+        size_bytes, shapes = 0, []
+        for tensor in tensors:
+            size_bytes += tensor.size_bytes
+            shapes.append((tensor.name, tensor.shape))
         ticket = Ticket(
             next(self._ids),
             Work(graph, tensors, outputs, told),
@@ -269,9 +273,9 @@ class Supervisor:
             deadline_at,
             priority,
             source,
-            bucket=(graph, outputs, *[(tensor.name, tensor.shape) for tensor in tensors]),
+            bucket=(graph, outputs, *shapes),
             shares=graph in self._shared,
-            size_bytes=sum([tensor.size_bytes for tensor in tensors]),
+            size_bytes=size_bytes,
         )
         replaced = self._schedule.admit(ticket)
         self._quiet.clear()
@@ -435,7 +439,10 @@ class Supervisor:
     def _handle(self, life: Life, message: wire.Message, payloads: Sequence[Payload], slots: Sequence[Slot]) -> None:
         if isinstance(message, (wire.Done, wire.Error, wire.Skipped)):
             self._ended(life, message, payloads, slots)
-            self._pump_soon()
+            if self._schedule:
+                self._pump_soon()
+            elif not self._watch:
+                self._rearm()
         elif isinstance(message, wire.Progress):
             self._watch.heard(message.id, time.monotonic())
         elif isinstance(message, wire.Free):
@@ -608,7 +615,7 @@ class Supervisor:
 
     def _rearm(self) -> None:
         """Set the one timer to the next moment at which something must happen."""
-        if self.waiting or self.running:
+        if self._schedule or self._watch:
             self._quiet.clear()
         else:
             self._quiet.set()

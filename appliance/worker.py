@@ -48,7 +48,7 @@ _LOWEST = 19
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     """A run to compute, its tensors, and the slots of the daemon's arena that they lie in."""
 
@@ -195,10 +195,10 @@ class Worker:
     def _answer_in_turn(self, batch: Sequence[_Job], compute: _Compute) -> None:
         """Compute one after the other; answers travel together as long as nobody waits for it."""
         parcels: list[wire.Parcel] = []
-        due_at = time.monotonic() + _TOGETHER_S
+        due_at, last = time.monotonic() + _TOGETHER_S, batch[-1]
         for job in batch:
             parcels.append(self._answer(job, compute))
-            if time.monotonic() >= due_at or _size_bytes(parcels) > wire.INLINE_BYTES:
+            if job is not last and (time.monotonic() >= due_at or _size_bytes(parcels) > wire.INLINE_BYTES):
                 self._reply(parcels)
                 parcels = []
                 due_at = time.monotonic() + _TOGETHER_S
@@ -303,7 +303,6 @@ class Worker:
         return goes_on
 
     def _send(self, parcels: Sequence[wire.Parcel]) -> None:
-        fits = _size_bytes(parcels) <= self._answers.capacity_bytes
         with self._freed:
             until = time.monotonic() + _ANSWER_WAIT_S
             while True:
@@ -312,6 +311,7 @@ class Worker:
                     break
                 except ArenaFullError:
                     # The daemon copies answers out at once, so room comes back within milliseconds.
+                    fits = _size_bytes(parcels) <= self._answers.capacity_bytes
                     if not fits or not self._freed.wait(until - time.monotonic()):
                         msg = "the answer is larger than the memory shared with the daemon: ask for fewer outputs"
                         raise ModelError(msg) from None

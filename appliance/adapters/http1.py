@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -177,15 +178,12 @@ class Http1(HttpToolsProtocol):
         if not self.in_hand:
             return
         self.in_hand, self._when_gone = False, None
-        pieces = [STATUS_LINE[response.status_code]]
-        for name, value in response.raw_headers:
-            pieces += (name, b": ", value, b"\r\n")
-        pieces.append(b"connection: close\r\n\r\n" if self._leaves else b"\r\n")
+        head = _head_of(response.status_code, tuple(response.raw_headers), self._leaves)
         parts = response.parts if isinstance(response, Parts) else [response.body]
         if len(parts) == 1:
-            self._joining.write_now(b"".join((*pieces, parts[0])))
+            self._joining.write_now(b"".join((head, parts[0])))
         else:
-            for part in (b"".join(pieces), *parts):
+            for part in (head, *parts):
                 self._joining.write_now(part)
         self.server_state.total_requests += 1
         if self._leaves or fault:
@@ -290,6 +288,13 @@ class _Joining:
     def close(self) -> None:
         self.flush()
         self._transport.close()
+
+
+@lru_cache(maxsize=256)
+def _head_of(status: int, headers: tuple[tuple[bytes, bytes], ...], last: bool) -> bytes:
+    """An answer up to its body, as uvicorn writes it; `last` says that none follows on that connection."""
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"%b%b%b\r\n" % (STATUS_LINE[status], lines, b"connection: close\r\n" if last else b"")
 
 
 def _common_name(transport: asyncio.BaseTransport) -> str | None:

@@ -42,7 +42,11 @@ def wanted_by(parsed: oip.Request, known: Mapping[bytes, bytes], model: str, ver
 
 def json_bytes_of(parsed: oip.Request, response: InferResponse) -> int:
     """How much of an answer is to be written as JSON, in the bytes of its tensors."""
-    return sum([one.size_bytes for one in response.tensors if not parsed.wants_binary(one.name)])
+    size_bytes = 0
+    for one in response.tensors:
+        if not parsed.wants_binary(one.name):
+            size_bytes += one.size_bytes
+    return size_bytes
 
 
 def answer_of(

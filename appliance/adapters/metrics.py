@@ -11,7 +11,7 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -118,12 +118,14 @@ class _Batches:
     def __init__(self, size: int) -> None:
         self.size = size
         self._requests = 0
-        self._parts_s = dict.fromkeys(_COMPUTED.values(), 0.0)
+        self.spent_ms: defaultdict[str, float] = defaultdict(float)
+        """By part, of all requests."""
 
     def add(self, timing_ms: Mapping[str, float]) -> None:
         self._requests += 1
-        for part, name in _COMPUTED.items():
-            self._parts_s[name] += timing_ms.get(part, 0.0) / 1e3 / self.size
+        spent_ms = self.spent_ms
+        for part, ms in timing_ms.items():
+            spent_ms[part] += ms
 
     @property
     def executions(self) -> int:
@@ -131,7 +133,10 @@ class _Batches:
 
     @property
     def statistics(self) -> dict[str, Any]:
-        parts = {f"compute_{name}": _duration(self.executions, spent_s) for name, spent_s in self._parts_s.items()}
+        parts = {
+            f"compute_{name}": _duration(self.executions, self.spent_ms[part] / 1e3 / self.size)
+            for part, name in _COMPUTED.items()
+        }
         return {"batch_size": self.size, **parts}
 
 
@@ -141,7 +146,6 @@ class _Tally:
     def __init__(self) -> None:
         self.answered = 0
         self.seconds = self.failed_s = 0.0
-        self.parts_s = dict.fromkeys(_PARTS.values(), 0.0)
         self.batches: dict[int, _Batches] = {}
         """By the number of requests that shared a run."""
         self.failures = dict.fromkeys(_REASONS, 0)
@@ -155,9 +159,6 @@ class _Tally:
             self.answered += 1
             self.seconds += seconds
             self.buckets[bisect_left(_BUCKETS_S, seconds)] += 1
-            for part, spent_ms in outcome.timing_ms.items():
-                if part in _PARTS:
-                    self.parts_s[_PARTS[part]] += spent_ms / 1e3
             batch = self.batches.get(outcome.together)
             if batch is None:
                 batch = self.batches[outcome.together] = _Batches(outcome.together)
@@ -166,6 +167,12 @@ class _Tally:
         else:
             self.failed_s += seconds
             self.failures[next(reason for reason, kinds in _REASONS.items() if isinstance(error, kinds))] += 1
+
+    @property
+    def parts_s(self) -> dict[str, float]:
+        """Seconds of answered requests, by Triton's name of the part."""
+        batches = self.batches.values()
+        return {name: sum(batch.spent_ms[part] for batch in batches) / 1e3 for part, name in _PARTS.items()}
 
 
 class _RequestCollector(Collector):

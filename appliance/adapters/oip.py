@@ -37,7 +37,7 @@ _NOT_OFFERED = {
 """Parameters of extensions that would change the answer: refused, because without them it would be another."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which would take five times as long to make: there is one a request
 class Request:
     """A parsed request body."""
 

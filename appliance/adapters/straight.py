@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import httptools
@@ -46,6 +46,7 @@ class Head:
     size_bytes: int
     """Of the head and the body together."""
     body_at: int
+    header_length: str | None
 
 
 class Straight:
@@ -69,10 +70,9 @@ class Straight:
             spec = self._service.asked_at_once(head.model, head.version)
             if caller is None or spec is None:
                 return False
-            header_length = inference.header_length_in(known)
             if not spec.inputs or len(body) > bodies.each_bytes:
                 return False
-            parsed = oip.parse(body, header_length, spec)
+            parsed = oip.parse(body, head.header_length, spec)
             rates.enter(caller.name, time.monotonic())
         except ApplianceError:
             return False
@@ -85,7 +85,16 @@ class Straight:
 
         def told(result: InferResponse | BaseException) -> None:
             self._left(caller, body)
-            self._answer(connection, head, parsed, wanted, result)
+            if not connection.in_hand:
+                return  # the client has gone
+            large = (
+                isinstance(result, InferResponse) and inference.json_bytes_of(parsed, result) > inference.OFF_LOOP_BYTES
+            )
+            if not large:
+                connection.answer(*_rendered(head, parsed, wanted, result))
+                return
+            writing = asyncio.get_running_loop().run_in_executor(None, _rendered, head, parsed, wanted, result)
+            writing.add_done_callback(lambda done: connection.answer(*done.result()))
 
         give_up = self._service.ask(wanted, told)
         if connection.in_hand:
@@ -95,23 +104,6 @@ class Straight:
     def _left(self, caller: Caller, body: bytes) -> None:
         self._gate.rates.leave(caller.name)
         self._bodies.give_back(len(body))
-
-    def _answer(
-        self,
-        connection: Http1,
-        head: Head,
-        parsed: oip.Request,
-        wanted: InferRequest,
-        result: InferResponse | BaseException,
-    ) -> None:
-        if not connection.in_hand:  # the client has gone
-            return
-        rendered = partial(_rendered, head, parsed, wanted, result)
-        if isinstance(result, InferResponse) and inference.json_bytes_of(parsed, result) > inference.OFF_LOOP_BYTES:
-            writing = asyncio.get_running_loop().run_in_executor(None, rendered)
-            writing.add_done_callback(lambda done: connection.answer(*done.result()))
-        else:
-            connection.answer(*rendered())
 
 
 def _rendered(
@@ -176,4 +168,6 @@ def _head(content: bytes) -> Head | None:
     ):
         return None
     model, version = found.groups()
-    return Head(path, model, version, access.looked_at(reader.headers), len(content) + int(length), len(content))
+    known = access.looked_at(reader.headers)
+    header_length = inference.header_length_in(known)
+    return Head(path, model, version, known, len(content) + int(length), len(content), header_length)

@@ -55,7 +55,7 @@ _ROOM = 64
 """Entries of the gone that a heap may hold beyond twice the tickets that wait."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen, which would take five times as long to make: there is one a request
 class Ticket(Generic[T]):
     """A request that waits or runs. Lower `priority` runs first; `source` "" replaces nothing."""
 
@@ -72,7 +72,7 @@ class Ticket(Generic[T]):
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Batch(Generic[T]):
     """Tickets that go to the worker at once: computed in one run, or one after the other."""
 
@@ -146,7 +146,7 @@ class Schedule(Generic[T]):
         self._expiry: list[tuple[float, int]] = []
         self._numbers = itertools.count(1)
         self._service_s: float | None = None
-        self._held: dict[int, tuple[Hashable, _Held]] = {}
+        self._held: dict[int, tuple[_Bucket, _Held]] = {}
         self._held_s = 0.0
         self._batches = 0
         self.narrow(narrow=False)
@@ -175,13 +175,13 @@ class Schedule(Generic[T]):
 
         A named source goes before all but one of the requests without a source, so their queue does not count.
         """
+        at_once = self._limits.concurrency
+        if not self._waiting and self._batches < at_once:
+            return 0.0
         before_s = 0.0
         for level in self._levels.values():
             if level.priority <= priority:
                 before_s += level.named_s if source else level.work_s
-        at_once = self._limits.concurrency
-        if not self._waiting and self._batches < at_once:
-            return 0.0
         # Of what runs, half is done on average.
         begun_s = self._held_s - min(self._batches, at_once) * (self._service_s or 0.0) / 2
         return (before_s + max(begun_s, 0.0)) / at_once
@@ -243,7 +243,7 @@ class Schedule(Generic[T]):
         self._batches += 1
         self._held_s += held.work_s
         for one in chosen:
-            self._held[one.ticket.id] = (one.ticket.bucket, held)
+            self._held[one.ticket.id] = (one.bucket, held)
         return Batch([one.ticket for one in chosen], held.one_run)
 
     def finished(self, ticket_id: int, took_s: float = 0.0) -> None:
@@ -251,14 +251,15 @@ class Schedule(Generic[T]):
 
         A ticket that it does not hold is none of ours.
         """
-        key, held = self._held.pop(ticket_id, ((), None))
-        if held is None:
+        known = self._held.pop(ticket_id, None)
+        if known is None:
             return
+        bucket, held = known
         held.left -= 1
         if took_s > 0.0 and not (held.one_run and held.left):
             size = held.size if held.one_run else 1
             self._service_s = smoothed(self._service_s, took_s / size)
-            self._bucket(key).cost.learn(size, took_s)
+            bucket.cost.learn(size, took_s)
         if not held.left:
             self._batches -= 1
             self._held_s = self._held_s - held.work_s if self._batches else 0.0
@@ -299,6 +300,8 @@ class Schedule(Generic[T]):
         return [one.ticket for one in waiting]
 
     def _check_room(self, ticket: Ticket[T], older: _Waiting[T] | None) -> None:
+        if not self._waiting and self._batches < self._limits.concurrency:
+            return  # its turn is now
         wait_s = self.predicted_wait_s(ticket.priority, ticket.source)
         if older is not None:
             wait_s = max(wait_s - older.work_s / self._limits.concurrency, 0.0)

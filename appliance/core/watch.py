@@ -62,10 +62,9 @@ class Watch(Generic[T]):
 
     def take(self, ticket: Ticket[T], now: float) -> None:
         """The worker was handed `ticket`."""
-        self._held[ticket.id] = Held(ticket)
+        self._held[ticket.id] = Held(ticket, now if len(self._held) < self._concurrency else NEVER)
         if ticket.deadline_at != NEVER:
             self._due[ticket.id] = ticket
-        self._begin(now)
 
     def heard(self, ticket_id: int, now: float) -> None:
         """The worker says that it goes on with one; raises KeyError when it holds no such ticket."""
@@ -75,8 +74,10 @@ class Watch(Generic[T]):
         """The worker has answered one; raises KeyError when it holds no such ticket."""
         held = self._held.pop(ticket_id)
         self._due.pop(ticket_id, None)
-        self._begin(now)
-        self.rest(now)
+        if len(self._held) >= self._concurrency:
+            for begun in self._begun:  # one of those that waited has its place now
+                begun.began_at = min(begun.began_at, now)
+        self._rests_at = now
         return held
 
     def clear(self) -> list[Ticket[T]]:
@@ -104,7 +105,7 @@ class Watch(Generic[T]):
     @property
     def deadline_at(self) -> float:
         """The next moment at which `overdue` says something; `NEVER` when there is none."""
-        return min((ticket.deadline_at for ticket in self._due.values()), default=NEVER)
+        return min([ticket.deadline_at for ticket in self._due.values()]) if self._due else NEVER
 
     @property
     def alarm_at(self) -> float:
@@ -117,7 +118,3 @@ class Watch(Generic[T]):
     def _begun(self) -> Iterator[Held[T]]:
         """Those that run: always the first few, for whoever leaves makes room for the next in line."""
         return islice(self._held.values(), self._concurrency)
-
-    def _begin(self, now: float) -> None:
-        for held in self._begun:
-            held.began_at = min(held.began_at, now)
