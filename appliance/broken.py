@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from appliance.runtime import Session
+from models.errors import ModelError
 from models.spec import Array
 
 _MOST_LEAKS = 32
@@ -19,7 +20,7 @@ class BrokenSession:
     """A session that goes wrong in one way, and is otherwise `whole`, which it borrows."""
 
     def __init__(self, whole: Session, fault: str, amount: float) -> None:
-        """`fault` is hang, slow (by `amount` seconds), leak (`amount` MiB a run) or nan."""
+        """`fault`: hang, slow (by `amount` seconds), leak (`amount` MiB a run), nan or cuda-error (code `amount`)."""
         self.whole, self.spec = whole, whole.spec
         self._fault, self._amount = fault, amount
         self._leaked: list[Array] = []
@@ -35,6 +36,9 @@ class BrokenSession:
             threading.Event().wait()
         elif self._fault == "slow":
             time.sleep(self._amount)
+        elif self._fault == "cuda-error":
+            msg = f"CUDA failure {self._amount:.0f}: injected"
+            raise ModelError(msg)
         elif self._fault == "leak" and len(self._leaked) < _MOST_LEAKS:
             self._leaked.append(np.ones(int(self._amount * 2**20), np.uint8))
         answers = self.whole.run(inputs, outputs)

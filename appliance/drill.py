@@ -60,6 +60,7 @@ ACTS = (
     Act("hang", "the model never answers", "hang"),
     Act("nan", "the model computes NaN", "model-error"),
     Act("corrupt-plan", "a byte of the model is wrong at its next load", "plan-refused"),
+    Act("cuda-error", "the GPU's context answers nothing any more", "poisoned-context"),
     Act("leak", "each run keeps more memory", _OVER_LEASE, lasts_s=8.0, pause_s=0.1),
     Act("slow", "each run takes longer than callers allow"),
     Act("clock-step", "the wall clock jumps by a year"),

@@ -24,8 +24,9 @@ OF_WORKERS: Mapping[str, float] = {
     "nan": 0.0,
     "slow": 1.0,
     "corrupt-plan": 0.0,
+    "cuda-error": 700.0,
 }
-"""Faults of one model -> default amount: MiB a run, seconds a run."""
+"""Faults of one model -> default amount: MiB a run, seconds a run, code of the CUDA error."""
 OF_DAEMON: Mapping[str, float] = {"clock-step": 86400.0 * 365, "broker-loss": 0.0, "disk-full": 0.0}
 """Faults around the models -> default amount: seconds that the wall clock jumps."""
 LONGEST_S = 600.0

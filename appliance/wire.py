@@ -123,7 +123,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """Fault injection: be broken from now on. `fault` is crash, hang, slow, leak, nan, or none for whole again."""
+    """Fault injection: be broken from now on: crash, hang, slow, leak, nan, cuda-error, or none for whole."""
 
     fault: str
     amount: float

@@ -147,15 +147,15 @@ def test_the_drill_lists_every_fault_with_its_recovery_time_and_leaves_everythin
     results = {one["fault"]: one for one in document["faults"]}
     print(drill.stdout)
     assert results.keys() == {*OF_WORKERS, *OF_DAEMON}
-    assert {results[fault]["verdict"] for fault in ("crash", "hang", "nan", "corrupt-plan", "leak", "broker-loss")} == {
-        "recovered"
-    }
+    found = ("crash", "hang", "nan", "corrupt-plan", "cuda-error", "leak", "broker-loss")
+    assert {results[fault]["verdict"] for fault in found} == {"recovered"}
     assert {results[fault]["verdict"] for fault in ("clock-step", "disk-full")} == {"not felt"}
     for fault, cause in (
         ("crash", "crash"),
         ("hang", "hang"),
         ("nan", "model-error"),
         ("corrupt-plan", "plan-refused"),
+        ("cuda-error", "poisoned-context"),
     ):
         assert results[fault]["detected_by"].startswith(cause)
         assert 0 < results[fault]["recovery_s"] < 60

@@ -45,7 +45,9 @@ def first_right_answer(daemon: Daemon, since: float) -> float:
         time.sleep(0.005)
 
 
-def test_service_is_back_within_a_second_plus_the_load_time_after_a_sigkill(start_null: StartDaemon) -> None:
+def test_service_is_usually_back_within_a_second_plus_the_load_time_after_a_sigkill_and_always_within_five(
+    start_null: StartDaemon,
+) -> None:
     daemon = start_null(APPLIANCE_LIMITS__CALM_S="0.01")
     load_s, back_s = start_of(daemon), []
     for _ in range(3):
@@ -53,13 +55,16 @@ def test_service_is_back_within_a_second_plus_the_load_time_after_a_sigkill(star
         back_s.append(first_right_answer(daemon, time.monotonic()))
     print(f"back after {[round(spent, 3) for spent in back_s]} s, the first start took {load_s:.3f} s")
     assert statistics.median(back_s) < load_s + 1
+    assert max(back_s) < load_s + 5
     spent = daemon.worker()["recoveries"]["crash"]
     assert spent["count"] == 3
     assert spent["total_s"] <= sum(back_s)
     daemon.stop()
 
 
-def test_a_hang_is_detected_within_the_batch_deadline_plus_half_a_second(start_null: StartDaemon) -> None:
+def test_a_hang_is_usually_detected_within_the_batch_deadline_plus_half_a_second_and_always_within_two(
+    start_null: StartDaemon,
+) -> None:
     daemon = start_null(APPLIANCE_LIMITS__HANG_S="1", APPLIANCE_LIMITS__CALM_S="0.01")
     detected_s = []
     for fault in (1, 2, 3):
@@ -71,6 +76,7 @@ def test_a_hang_is_detected_within_the_batch_deadline_plus_half_a_second(start_n
         daemon.wait_ready()
     print(f"detected after {[round(spent, 3) for spent in detected_s]} s, the batch deadline is 1 s")
     assert 1 <= statistics.median(detected_s) < 1.5
+    assert max(detected_s) < 3
     daemon.stop()
 
 
@@ -136,6 +142,36 @@ def test_a_model_that_makes_nan_of_good_input_says_so_and_stays_when_its_proof_i
     assert daemon.worker()["rungs"] == {"retry": 1}
     assert np.isnan(binary_floats(daemon.infer("root", frame(np.nan)))).all()  # nonsense of nonsense is no fault
     assert (daemon.worker_pid(), daemon.worker()["restarts"]) == (pid, 0)
+    daemon.stop()
+
+
+def test_a_worker_whose_cuda_context_is_poisoned_is_killed_and_the_next_is_ready_only_once_it_has_proven_itself(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    bundle = tiny.scale_bundle(tmp_path / "scale", 3, null=True)
+    daemon = start_daemon("--bundle", str(bundle), APPLIANCE_RUNTIME="null", APPLIANCE_FAULTS__ENABLED="true")
+    pid = daemon.wait_serving().wait_ready().worker_pid()
+
+    def inject(fault: str) -> None:
+        order = {"fault": fault, "model": "scale", "for_s": 600}
+        daemon.http.post("/v1/faults", json=order, headers=daemon.authorized("admin")).raise_for_status()
+
+    golden = blob_path(bundle, BundleFolder(bundle).manifest.graphs["g"].variants["fp32"].golden.outputs)
+    whole = golden.read_bytes()
+    golden.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # so the next worker can prove nothing yet
+    inject("cuda-error")
+    assert "CUDA failure 700" in assert_refused(daemon.infer("scale.g", frame(1)), 500)
+    eventually(lambda: len(daemon.log("worker_fault")) > 1, "the next worker was looked at", 20)
+    fault, refused, *_ = daemon.log("worker_fault")
+    assert (fault["fault"], fault["cuda_error_code"], fault["rung"]) == ("poisoned-context", 700, "restart")
+    assert "is damaged" in refused["reason"]
+    assert pid not in marked(daemon.mark)
+    assert_refused(daemon.http.get("/v2/health/ready"), 503)
+    golden.write_bytes(whole)
+    inject("none")  # or it would go on trying to fall back to onnxruntime, which cannot open a null graph
+    daemon.wait_ready()
+    assert np.array_equal(binary_floats(daemon.infer("scale.g", frame(1))), frame(3))
+    assert daemon.worker()["faults"]["poisoned-context"] == 1
     daemon.stop()
 
 

@@ -221,7 +221,9 @@ def claimed_png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT") + chunk(b"IEND")
 
 
-def test_switching_between_loaded_models_takes_less_than_200_ms(start_daemon: StartDaemon, tmp_path: Path) -> None:
+def test_switching_between_loaded_models_usually_takes_less_than_200_ms_and_never_a_second(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
     daemon = start(start_daemon, tmp_path, {name: {"weights_bytes": 10 * MIB} for name in ("a", "b")})
     settle(daemon)
     spent_s = []
@@ -232,6 +234,7 @@ def test_switching_between_loaded_models_takes_less_than_200_ms(start_daemon: St
             spent_s.append(time.monotonic() - began)
     print(f"a switch took {statistics.median(spent_s) * 1e3:.1f} ms, at most {max(spent_s) * 1e3:.1f} ms")
     assert statistics.median(spent_s) < 0.2
+    assert max(spent_s) < 1
     daemon.stop()
 
 

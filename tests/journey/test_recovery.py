@@ -56,7 +56,7 @@ def assert_answered_or_lost(answer: httpx.Response, x: Floats) -> bool:
     return False
 
 
-def test_who_waits_for_a_worker_that_dies_is_told_within_50_ms_and_the_next_request_succeeds(
+def test_who_waits_for_a_worker_that_dies_is_usually_told_within_50_ms_and_the_next_request_succeeds(
     start_null: StartDaemon,
 ) -> None:
     daemon = start_null(delay_s=0.3)
@@ -78,6 +78,7 @@ def test_who_waits_for_a_worker_that_dies_is_told_within_50_ms_and_the_next_requ
         assert np.array_equal(binary_floats(daemon.infer("null", frame(2))), frame(2))
     print(f"told after {[round(spent * 1e3, 1) for spent in told_after_s]} ms")
     assert statistics.median(told_after_s) < 0.05
+    assert max(told_after_s) < 1
     daemon.stop()
 
 
