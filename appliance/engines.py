@@ -71,9 +71,10 @@ class Engines:
     async def make(self, digest: str, bundle: Path) -> None:
         """Compile all graphs of a bundle, one bundle at a time; those that are there already are replaced.
 
-        Raises InsufficientMemory while there is no room to compile, BundleError when it cannot be done.
+        Raises InsufficientMemory while there is no room to compile, BundleError when it cannot be done or kept.
         """
         limits = self._config
+        await asyncio.to_thread(_check_writable, self.folder(digest))
         async with self._turn, self._lend(f"compile {bundle.name[:40]}", {"compile": limits.memory_limit_bytes}):
             self._doing = {"bundle": str(bundle), "says": None}
             began = time.monotonic()
@@ -156,3 +157,15 @@ class Engines:
                 process.kill()
             raise
         return "" if status == 0 else said or f"the compiler ended with status {status}"
+
+
+def _check_writable(folder: Path) -> None:
+    """Make `folder`; raises BundleError, before minutes are spent on what could not be kept, where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        msg = f"engines cannot be written to {folder}: let it belong to the user that the daemon runs as"
+        raise BundleError(msg)

@@ -149,6 +149,8 @@ class Tenure:
     peak_bytes: int = 0
     predicted: Need | None = None
     """At its first load here."""
+    gpu_floor_bytes: int = 2**62
+    """The least that the GPU held since this is the only worker: what it held more is this worker's."""
     over: int = 0
     """Samples in a row."""
     waiters: int = 0
@@ -201,9 +203,9 @@ class Keeper:
     # What the service asks for
 
     def start(self, on_change: Callable[[], None]) -> None:
-        """Load what fits, in the order given; `on_change` is called after each change of a model."""
+        """Load what fits; `on_change` is called after each change of a model."""
         self._on_change = on_change
-        for tenure in self._tenures.values():
+        for tenure in sorted(self._tenures.values(), key=self._turn):
             tenure.loaded, tenure.reason = False, "waits to be loaded"
             self._begin(tenure, self._bring(tenure, may_evict=False))
         self._watching = asyncio.ensure_future(self._watch())
@@ -447,6 +449,13 @@ class Keeper:
             runs=tenant.runs,
         )
 
+    def _turn(self, tenure: Tenure) -> tuple[int, int]:
+        """Where a model comes at the start: the most important first, then the biggest, which finds whole blocks.
+
+        The GPU's memory of a Jetson comes to pieces: what loads right after boot may not load hours later.
+        """
+        return tenure.tenant.priority, -sum(self._need(tenure).loading_terms.values())
+
     def _holdings(self) -> list[Holding]:
         return [
             Holding(
@@ -580,7 +589,12 @@ class Keeper:
         tenure.leaving, tenure.reason = True, reason
         self._on_change()
         try:
+            before = await asyncio.to_thread(self._sample, ())
             await tenure.supervisor.retire(retire_s)
+            after = await asyncio.to_thread(self._sample, ())
+            if before.available_bytes is not None and after.available_bytes is not None:
+                rose_mib = (after.available_bytes - before.available_bytes) // MIB
+                log.info("worker_left", model=tenure.tenant.name, why=reason, available_rose_mib=rose_mib)
         finally:
             self._aside.discard(tenure)
             tenure.leaving = tenure.loaded = False
@@ -706,11 +720,16 @@ class Keeper:
     def _judge(self, sample: Sample, now: float) -> None:
         """Do what the figures ask for."""
         self._seen = sample
+        gpu_bytes = sample.nvmap_bytes or 0
         for tenure in self._all:
             name, pid = tenure.tenant.name, tenure.supervisor.pid
             used_bytes = sample.process_bytes.get(pid) if pid else None
+            # The GPU's pages are in no process's count, and no one can tell whose they are while there are several.
+            alone = sample.process_bytes.keys() == {pid}
+            tenure.gpu_floor_bytes = min(tenure.gpu_floor_bytes, gpu_bytes) if alone else gpu_bytes
             if used_bytes is None or tenure.lease is None or pid is None:
                 continue
+            used_bytes += gpu_bytes - tenure.gpu_floor_bytes
             tenure.used_bytes, tenure.peak_bytes = used_bytes, max(used_bytes, tenure.peak_bytes)
             allowed_bytes = sum(self.budget.by_term(name).values())
             if tenure.supervisor.explores:

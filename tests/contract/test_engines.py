@@ -90,6 +90,16 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert engines.missing(DIGEST, tmp_path)
 
 
+def test_nothing_is_compiled_that_could_not_be_kept(tmp_path: Path) -> None:
+    engines = engines_of(tmp_path, room := Room())
+    (tmp_path / "state").mkdir(exist_ok=True)
+    (tmp_path / "state" / "engines").write_text("in the way")
+    with pytest.raises(BundleError, match=r"engines cannot be written to .*: let it belong to the user"):
+        asyncio.run(engines.make(DIGEST, tmp_path / "slot"))
+    assert room.log == []
+    assert not (tmp_path / "pid").exists()
+
+
 def test_a_compiler_that_is_not_wanted_any_more_is_ended_and_its_memory_given_back(tmp_path: Path) -> None:
     room = Room()
     engines = engines_of(tmp_path, room, "time.sleep(60)")
