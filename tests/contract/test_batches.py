@@ -149,3 +149,21 @@ def test_a_crowd_is_admitted_up_to_the_longest_wait_and_the_rest_is_told_when_to
             assert all(0.2 < one.retry_after_s < 5 for one in refused)
 
     asyncio.run(scenario())
+
+
+def test_one_picture_is_decoded_while_another_is_computed(tmp_path: Path) -> None:
+    folder = BundleFolder(tiny.guess_bundle(tmp_path / "guess", 0.25, 0.75))
+    order = wire.Open("guess", "onnxruntime-cpu", bundle=str(folder.path), digest=folder.manifest.digest, concurrency=2)
+    picture = Tensor.from_array("image", np.array([tiny.picture(2000, 1500)], np.object_))
+
+    async def scenario() -> None:
+        async with served(order, concurrency=2) as supervisor:
+            await supervisor.submit("", [picture])
+            supervisor.sabotage("slow", 0.15)
+            started = time.monotonic()
+            answers = await asyncio.gather(*(supervisor.submit("", [picture]) for _ in range(6)))
+            spent_s = time.monotonic() - started
+            stages_s = sum(one.timing_ms["decode"] + one.timing_ms["inference"] for one in answers) / 1e3
+            assert spent_s < 0.8 * stages_s, "else one stage waited for the other"
+
+    asyncio.run(scenario())

@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,9 @@ def test_a_model_is_renewed_without_a_fault_and_without_losing_what_runs(tmp_pat
     asyncio.run(scenario())
 
 
-def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None:
+@contextmanager
+def spoken_to(order: wire.Open) -> Iterator[tuple[socket.socket, subprocess.Popen[bytes], Arena]]:
+    """A worker that is ready, the socket on which it is spoken to, and the memory for its requests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, closing(Arena.create(4096)) as requests, closing(Arena.create(4096)) as answers:
         with theirs:
@@ -175,12 +178,33 @@ def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None
                 stderr=subprocess.DEVNULL,
             )
         ours.settimeout(20)
-        order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
         wire.send_with_fds(ours, wire.encode(order), [requests.fd, answers.fd])
         assert isinstance(wire.decode(ours.recv(wire.MESSAGE_BYTES))[0], wire.Ready)
-        ours.send(b"\xff")
-        last, _payloads, _slots = wire.decode(ours.recv(wire.MESSAGE_BYTES))
+        yield ours, worker, requests
+    worker.wait(20)
+
+
+def test_a_worker_that_dies_of_a_python_error_says_which(tmp_path: Path) -> None:
+    order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
+    with spoken_to(order) as (sock, worker, _requests):
+        sock.send(b"\xff")
+        last, _payloads, _slots = wire.decode(sock.recv(wire.MESSAGE_BYTES))
         assert isinstance(last, wire.Failed)
         assert last.message.startswith("it failed: ")
         assert "struct.error" in last.message or "error: unpack" in last.message
         assert worker.wait(20) == 1
+
+
+def test_an_answer_that_became_late_while_it_was_computed_is_not_sent(tmp_path: Path) -> None:
+    path = tiny.null_model(tmp_path / "null.json", delay_s=1.0)
+    x = Tensor.from_array("x", np.ones((1, 1), np.float32))
+    with spoken_to(wire.Open(name="null", runtime="null", onnx=str(path))) as (sock, _worker, requests):
+        for number, allowed_s, kind in ((1, 60.0, wire.Done), (2, 0.7, wire.Skipped)):
+            started = time.monotonic()
+            run = wire.Run(number, wire.BARE_GRAPH, wire.heads([x]), deadline_at=started + allowed_s)
+            sock.send(wire.pack([(run, [x.data])], requests))
+            said: wire.Message = wire.Stop()
+            while not isinstance(said, wire.Done | wire.Skipped):
+                said, _payloads, _slots = wire.decode(sock.recv(wire.MESSAGE_BYTES))
+            assert isinstance(said, kind)
+            assert time.monotonic() - started >= 1, "it was computed"

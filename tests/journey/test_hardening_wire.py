@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import socket
+import struct
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -197,3 +198,20 @@ def test_a_page_under_another_name_gets_nothing_from_a_running_daemon(tiny_daemo
     assert "evil.example" in assert_refused(tiny_daemon.http.get("/v1/status", headers=rebound), 403)
     foreign = {"origin": "https://evil.example"}
     assert "another site" in assert_refused(tiny_daemon.http.post(INFER, json=document(), headers=foreign), 403)
+
+
+@pytest.mark.parametrize("rows", [2, 100_000], ids=["while it is idle", "in the middle of an answer"])
+def test_a_connection_that_the_client_resets_costs_nothing_but_itself(tiny_daemon: Daemon, rows: int) -> None:
+    url = httpx.URL(tiny_daemon.url)
+    body, headers = binary_request({"x": np.ones((rows, 16), np.float32)})
+    lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\n%scontent-length: %d\r\n\r\n" % (INFER.encode(), lines, len(body))
+    pid, logged = tiny_daemon.pid, len(tiny_daemon.log())
+    for _ in range(5):
+        with socket.create_connection((url.host, url.port or 0), timeout=20) as sock:
+            sock.sendall(head + body)
+            assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+    tiny_daemon.wait_ready()
+    assert (tiny_daemon.process.poll(), tiny_daemon.pid) == (None, pid)
+    assert not [line for line in tiny_daemon.log()[logged:] if line["level"] in {"error", "critical"}]

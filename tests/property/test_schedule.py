@@ -126,10 +126,17 @@ class ScheduleMachine(RuleBasedStateMachine):
         self.running.append(batch)
 
     def keeps_its_order(self, place: Place) -> None:
-        """Requests of one source, priority and shape start in the order in which their places were taken."""
-        key = (place.ticket.source, place.priority, place.ticket.bucket)
-        assert place.number > self.started.get(key, 0)
-        self.started[key] = place.number
+        """Frames of one source start in the order in which they came, whatever their priority and shape.
+
+        So do requests without a source, of which many wait, within one priority and shape.
+        """
+        ticket = place.ticket
+        for key, number in {
+            (ticket.source, 0, ()): ticket.id if ticket.source else 0,
+            (ticket.source, place.priority, ticket.bucket): place.number,
+        }.items():
+            assert number > self.started.get(key, 0) or not number
+            self.started[key] = number
 
     @rule(data=st.data(), service_s=st.sampled_from(SERVICES_S))
     @precondition(lambda self: self.running)
@@ -362,3 +369,22 @@ def test_the_schedule_of_the_next_worker_knows_what_the_one_before_has_learned()
     after.inherit(before)
     after.admit(Ticket(1, 0, 0.0))
     assert after.predicted_wait_s() == pytest.approx(1.0)
+
+
+@given(narrow_s=st.floats(0.01, 1), times=st.floats(2, 20), concurrency=st.integers(1, 4))
+@settings(max_examples=40)
+def test_a_wide_bucket_has_a_longest_wait_of_its_own(narrow_s: float, times: float, concurrency: int) -> None:
+    schedule: Schedule[int] = Schedule(Limits(concurrency=concurrency, wait_s=1.0))
+    took_s = {320: narrow_s, 1280: narrow_s * times}
+    for number, (width, seconds) in enumerate(took_s.items()):
+        schedule.admit(Ticket(number, 0, 0.0, bucket=width))
+        assert schedule.next(0.0) is not None
+        schedule.finished(number, seconds)
+    waiting = {width: Ticket(width, 0, 10.0, bucket=width) for width in took_s}
+    for ticket in waiting.values():
+        schedule.admit(ticket)
+    for width, ticket in waiting.items():
+        at = 10.0 + 1.0 + FULL * took_s[width] / concurrency
+        assert schedule.next_expiry() == pytest.approx(at)
+        assert schedule.expired(at - 1e-6) == []
+        assert schedule.expired(at + 1e-6) == [ticket]
