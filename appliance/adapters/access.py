@@ -39,6 +39,9 @@ _CHANGES = (
 )
 """Path -> the role that verbs other than `READING` need there."""
 
+_READS = {"/v1/recorder": Role.OPERATE}
+"""Path -> the role that reading needs, where that tells what others have asked."""
+
 _LOOKED_AT = frozenset(
     {
         b"host",
@@ -214,7 +217,9 @@ def looked_at(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[bytes, bytes]:
 
 def role_needed(method: str, path: str) -> Role:
     """What a caller must be for `method` on `path`."""
-    return Role.INFER if method in READING else decided(path) or Role.INFER
+    if method in READING:
+        return _READS.get(path, Role.INFER)
+    return decided(path) or Role.INFER
 
 
 @lru_cache(maxsize=1024)

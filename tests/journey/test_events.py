@@ -85,7 +85,7 @@ def test_a_request_has_one_line_in_the_log_and_a_fault_leaves_a_flight(start_nul
     assert first["input_hash"] == hashlib.blake2b(ONE.tobytes(), digest_size=8).hexdigest()
     assert first["device_id"] == daemon.status()["device_id"]
     assert not {"error", "cuda_error_code", "left_out"} & first.keys()
-    recorded = daemon.http.get("/v1/recorder").json()["requests"]
+    recorded = daemon.http.get("/v1/recorder", headers=daemon.authorized("operate")).json()["requests"]
     assert [one["request_id"] for one in recorded] == ["from the body", "cam-7/17"]
     assert recorded[0]["inputs"] == [["x", "FP32", [1, 2]]]
     os.kill(daemon.worker_pid(), signal.SIGKILL)

@@ -61,6 +61,11 @@ def test_on_loopback_anybody_may_run_models_and_list_them() -> None:
     assert ask("POST", "/v2/repository/index").status_code == 200
 
 
+def test_what_others_have_asked_is_read_with_a_token_of_role_operate_even_on_loopback() -> None:
+    assert "--role operate" in error_of(ask("GET", "/v1/recorder"))
+    assert ask("HEAD", "/v1/recorder").status_code == 401
+
+
 @pytest.mark.parametrize(("path", "role"), [(LOAD, "operate"), (UNLOAD, "operate"), ("/v1/faults", "admin")])
 def test_on_loopback_changes_need_a_token_and_the_sentence_says_how_to_get_one(path: str, role: str) -> None:
     service = MemoryService()
