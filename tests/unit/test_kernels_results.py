@@ -12,6 +12,10 @@ from kernels.plan import source_digest
 
 pytestmark = pytest.mark.unit
 RESULTS = sorted((Path(kernels.__file__).parent / "results").glob("*.json"))
+NECK_BYTES = 120 * 2 + 2 * (2 * 2 * 2 * 16 * 2)
+"""Of a token: the output; K and V of two heads in two blocks, written and put back to rest (docs/kernels.md)."""
+HEAD_BYTES = 52 * 3 * 4 + 52 * 3 * 16 + 32
+"""Of a token: three words of 52 programs, put back two rows at a time; and the answer. In sectors of 32 bytes."""
 FLOORS = {("neck", 1): 3.0, ("neck", 8): 4.0, ("neck", 32): 4.0, ("head", 1): 1.5, ("head", 8): 2.2, ("head", 32): 4.5}
 
 
@@ -56,3 +60,13 @@ def test_dram_traffic_of_a_large_batch_is_close_to_compulsory() -> None:
     }
     assert moved["ours"] <= 1.2
     assert moved["torch eager sdpa"] > 1.5, "else the comparison does not discriminate"
+
+
+def test_an_operator_is_one_launch_that_stores_little_beyond_its_output_and_its_stated_scratch() -> None:
+    path = next(path for path in RESULTS if path.stem == "h200-bytes")
+    rows = [row for row in json.loads(path.read_bytes())["rows"] if "compulsory_bytes" not in row]
+    for row in rows:
+        tokens = row["batch"] * row["steps"]
+        stated_bytes = tokens * (NECK_BYTES if row["op"] == "neck" else HEAD_BYTES)
+        assert row["stored_bytes"] <= 1.4 * stated_bytes
+    assert {row["kernels"] for row in rows} == {1}
