@@ -34,8 +34,10 @@ _KEPT = 256
 _DUMPS = 20
 _DUMP_AFTER_S = 1.0
 """So that the requests which a dead worker held are in it, with their hashes."""
-_AT_ONCE = 16
-"""Lines that are being written; a log that stands still costs lines, and no memory."""
+_TELL_AFTER_S = 0.25
+"""What is told is gathered for so long: a thread for each line costs the loop more than the line."""
+_UNTOLD = 16
+"""Lines that are yet to be written; a log that stands still costs lines, and no memory."""
 _HASH_BYTES = 8
 _LONGEST_REASON = 300
 
@@ -87,6 +89,9 @@ class Recorder:
         self._ring: deque[Flight] = deque(maxlen=_KEPT)
         self._second, self._told, self._failed, self._left_out = 0, 0, 0, 0
         self._writing: set[asyncio.Future[None]] = set()
+        self._untold: list[tuple[Flight, Sequence[Tensor], int]] = []
+        """What is to be told in the log, what it carried, and how many before it are left out."""
+        self._telling = False
         self._dumping: asyncio.TimerHandle | None = None
         self._faults: list[Happened] = []
         service.observers.append(self._observe)
@@ -104,6 +109,7 @@ class Recorder:
 
     async def finish(self) -> None:
         """Write what is still to be written."""
+        self._tell_all()
         if self._dumping:
             self._dumping.cancel()
             self._dump()
@@ -131,7 +137,8 @@ class Recorder:
             self._export(flight)
         if self._due(now, failed=error is not None):
             left_out, self._left_out = self._left_out, 0
-            self._in_thread(self._tell, flight, request.tensors if request else (), left_out)
+            self._untold.append((flight, request.tensors if request else (), left_out))
+            self._tell_soon()
 
     def _due(self, now: float, *, failed: bool) -> bool:
         """Whether this request is told in the log: so many a second, and those that failed apart from the others."""
@@ -141,9 +148,29 @@ class Recorder:
             self._failed += 1
         else:
             self._told += 1
-        due = (self._failed if failed else self._told) <= self._per_s and len(self._writing) < _AT_ONCE
+        due = (self._failed if failed else self._told) <= self._per_s and len(self._untold) < _UNTOLD
         self._left_out += not due
         return due
+
+    def _tell_soon(self) -> None:
+        if self._untold and not self._telling:
+            self._telling = True
+            asyncio.get_running_loop().call_later(_TELL_AFTER_S, self._tell_all)
+
+    def _tell_all(self) -> None:
+        """Write what has gathered; the next lines gather meanwhile."""
+        untold, self._untold = self._untold, []
+        writing = self._in_thread(self._tell_each, untold)
+        if writing:
+            writing.add_done_callback(self._told_all)
+
+    def _told_all(self, _writing: object) -> None:
+        self._telling = False
+        self._tell_soon()
+
+    def _tell_each(self, untold: Sequence[tuple[Flight, Sequence[Tensor], int]]) -> None:
+        for one in untold:
+            self._tell(*one)
 
     @staticmethod
     def _tell(flight: Flight, tensors: Sequence[Tensor], left_out: int) -> None:
@@ -184,8 +211,10 @@ class Recorder:
         else:
             log.info("flights_kept", file=str(path))
 
-    def _in_thread(self, call: Callable[..., None], *given: object) -> None:
+    def _in_thread(self, call: Callable[..., None], *given: object) -> asyncio.Future[None] | None:
         with contextlib.suppress(RuntimeError):  # at the very end there is no thread any more
             writing = asyncio.get_running_loop().run_in_executor(None, call, *given)
             self._writing.add(writing)
             writing.add_done_callback(self._writing.discard)
+            return writing
+        return None
