@@ -14,7 +14,11 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+
+import numpy as np
 
 _HEADER = struct.Struct("<Q")
 _ALIGN_BYTES = 64  # a cache line; also more than any tensor library asks for
@@ -96,6 +100,17 @@ class Arena:
             raise StaleSlotError
         return self._view[start : start + slot.length]
 
+    def lend(self, slot: Slot, give_back: Callable[[], object]) -> memoryview:
+        """`get` for whoever cannot tell when they have read it: `give_back` is called when the last view has gone.
+
+        It is called on the thread that let go of that view, and not at all at the end of the process.
+        """
+        self.get(slot)
+        # A view of a view keeps alive what both are of: an array of its own tells when that is no more.
+        owner = np.frombuffer(self._map, np.uint8, slot.length, slot.offset + _HEADER.size)
+        weakref.finalize(owner, give_back).atexit = False
+        return owner.data
+
     def free(self, slot: Slot) -> None:
         """Take a slot back (allocating side only); raises StaleSlotError when it was not out."""
         index = bisect.bisect_left(self._used, (slot.offset, 0))
@@ -113,3 +128,4 @@ class Arena:
         with contextlib.suppress(BufferError):
             self._view.release()
             self._map.close()
+        del self._view, self._map

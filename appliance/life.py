@@ -6,23 +6,30 @@ after its exit was reaped, so a dying worker can never write into memory that se
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from appliance.arena import Arena
+from appliance import wire
+from appliance.arena import Arena, Slot
 from appliance.core.faults import Fault
 from appliance.hardware import Seats
 from appliance.link import Link
+from models.spec import Payload
 
 _OUTPUT_BYTES = 16 * 1024
 _OUTPUT_LINES = 50
 """Printed lines told at once; a worker that prints without end must neither stop the loop nor fill the log."""
+_LENT_FROM_BYTES = 256 * 1024
+"""Answers from this size on are cheaper to lend than to copy."""
+_LENT_SHARE = 8
+"""So much of `answers` may be lent, a part of that many: clients that read slowly leave room for those that do not."""
 
 
 class StartLife(Protocol):
@@ -97,11 +104,44 @@ class Life:
         self.silent = False
         """Whether the worker has closed its output for good."""
         self._printed = b""
+        self._lent_bytes = 0
+        self._loop = asyncio.get_running_loop()
 
     @property
     def ended(self) -> bool:
         """Whether the worker is gone or was given up: what is sent now would never be answered."""
         return not self.link.connected or self.process.returncode is not None
+
+    def take(self, payloads: Sequence[Payload], slots: Sequence[Slot]) -> list[Payload]:
+        """The payloads of one message, to be kept as long as need be, and their slots to be the worker's again.
+
+        Small ones are copied. A large one stays where it lies until the last view of it has gone, whatever becomes of
+        the worker meanwhile.
+        """
+        size_bytes = sum([slot.length for slot in slots])
+        if size_bytes < _LENT_FROM_BYTES or self._lent_bytes + size_bytes > self.answers.capacity_bytes // _LENT_SHARE:
+            taken: list[Payload] = [bytes(payload) for payload in payloads]
+            self._free(slots)
+            return taken
+        places = iter(slots)
+        return [bytes(one) if isinstance(memoryview(one).obj, bytes) else self._lend(next(places)) for one in payloads]
+
+    def _lend(self, slot: Slot) -> memoryview:
+        self._lent_bytes += slot.length
+
+        def take_back() -> None:
+            self._lent_bytes -= slot.length
+            self._free([slot])
+
+        def gone() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(take_back)
+
+        return self.answers.lend(slot, gone)
+
+    def _free(self, slots: Sequence[Slot]) -> None:
+        if slots and not self.ended:
+            self.link.send(wire.encode(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots))))
 
     def printed_lines(self) -> list[str]:
         """Some of what libraries in the worker have printed, as whole lines; none when there is no more for now."""

@@ -502,10 +502,7 @@ class Supervisor:
     ) -> None:
         """The worker has done with a request, in one way or another."""
         if isinstance(message, wire.Done):
-            # Copied out at once, so the worker's arena never fills up with answers.
-            tensors = wire.join(message.tensors, [bytes(payload) for payload in payloads])
-            if slots:
-                self._send(life, wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots)))
+            tensors = wire.join(message.tensors, life.take(payloads, slots))
             self._schedule.finished(message.id, message.took_s)
             self._answered(message, tensors)
             return

@@ -310,7 +310,7 @@ class Worker:
                     data = wire.pack(parcels, self._answers)
                     break
                 except ArenaFullError:
-                    # The daemon copies answers out at once, so room comes back within milliseconds.
+                    # The daemon copies most answers out, and lends few, so room comes back within milliseconds.
                     fits = _size_bytes(parcels) <= self._answers.capacity_bytes
                     if not fits or not self._freed.wait(until - time.monotonic()):
                         msg = "the answer is larger than the memory shared with the daemon: ask for fewer outputs"

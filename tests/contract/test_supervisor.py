@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +25,7 @@ from appliance.core.health import Rung, State
 from appliance.core.limits import Limits
 from appliance.supervisor import Supervisor
 from models.errors import BundleError, NotReady
-from models.spec import Tensor
+from models.spec import Array, Tensor
 
 pytestmark = pytest.mark.contract
 
@@ -164,6 +167,43 @@ def test_a_model_is_renewed_without_a_fault_and_without_losing_what_runs(tmp_pat
         await supervisor.stop(5)
 
     asyncio.run(scenario())
+
+
+def test_a_large_answer_stays_as_it_was_after_its_worker_has_gone_and_leaves_no_memory_mapped(tmp_path: Path) -> None:
+    def arenas() -> int:
+        return Path("/proc/self/maps").read_text(encoding="utf-8").count("appliance-arena")
+
+    async def scenario() -> None:
+        order = wire.Open(name="null", runtime="null", onnx=str(tiny.null_model(tmp_path / "null.json")))
+        supervisor = Supervisor([order], Limits(body_bytes=8 * 2**20), on_ready=lambda _ready: None)
+        supervisor.start(on_change=lambda: None)
+        await reach(supervisor, State.READY)
+
+        async def asked(value: float) -> Array:
+            x = np.full((512, 512), value, np.float32)
+            return (await supervisor.submit("model", [Tensor.from_array("x", x)])).tensors[0].to_array()
+
+        kept = await asked(1)
+        for _ in range(100):  # more than its memory holds
+            assert (await asked(2) == 2).all()
+        assert supervisor.pid
+        os.kill(supervisor.pid, signal.SIGKILL)
+        until = time.monotonic() + 20
+        while not supervisor.health.recoveries:
+            assert time.monotonic() < until, supervisor.health
+            await asyncio.sleep(0.005)
+        for _ in range(10):
+            assert (await asked(3) == 3).all()
+        assert (kept == 1).all()
+        await supervisor.stop(5)
+
+    before = arenas()
+    gc.disable()  # what is only found by a collection would hold the worker's memory for too long
+    try:
+        asyncio.run(scenario())
+        assert arenas() == before
+    finally:
+        gc.enable()
 
 
 @contextmanager

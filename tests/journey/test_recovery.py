@@ -82,6 +82,29 @@ def test_who_waits_for_a_worker_that_dies_is_usually_told_within_50_ms_and_the_n
     daemon.stop()
 
 
+def test_an_answer_that_is_on_its_way_arrives_whole_when_its_worker_dies(start_null: StartDaemon) -> None:
+    daemon = start_null(APPLIANCE_HTTP__BODY_LIMIT_BYTES=str(2**25))
+    x = np.arange(2**22, dtype=np.float32).reshape(1024, 4096)  # more than the kernel holds for a connection
+    body, headers = binary_request({"x": x})
+    head = f"POST /v2/models/null/infer HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n"
+    with socket.create_connection((daemon.http.base_url.host, daemon.http.base_url.port), 30) as client:
+        client.sendall(
+            (head + "".join(f"{name}: {said}\r\n" for name, said in headers.items()) + "\r\n").encode() + body
+        )
+        with client.makefile("rb") as answer:
+            assert answer.readline().startswith(b"HTTP/1.1 200")
+            kill_worker(daemon)
+            wait_restarted(daemon)
+            for value in range(3):
+                other = np.full_like(x, value)
+                assert np.array_equal(binary_floats(daemon.infer("null", other)), other)
+            said = dict(line.rstrip().lower().split(b": ", 1) for line in iter(answer.readline, b"\r\n"))
+            content = answer.read(int(said[b"content-length"]))
+            tensor = content[int(said[b"inference-header-content-length"]) :]
+            assert np.array_equal(np.frombuffer(tensor, np.float32).reshape(x.shape), x)
+    daemon.stop()
+
+
 def test_requests_that_wait_survive_the_death_of_the_worker(start_null: StartDaemon) -> None:
     daemon = start_null(delay_s=0.3)
     asked = [daemon.infer_later("null", frame(i)) for i in range(10)]
