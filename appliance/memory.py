@@ -205,7 +205,7 @@ class Keeper:
     def start(self, on_change: Callable[[], None]) -> None:
         """Load what fits; `on_change` is called after each change of a model."""
         self._on_change = on_change
-        for tenure in sorted(self._tenures.values(), key=self._turn):
+        for tenure in sorted(self._tenures.values(), key=self._rank):
             tenure.loaded, tenure.reason = False, "waits to be loaded"
             self._begin(tenure, self._bring(tenure, may_evict=False))
         self._watching = asyncio.ensure_future(self._watch())
@@ -449,7 +449,7 @@ class Keeper:
             runs=tenant.runs,
         )
 
-    def _turn(self, tenure: Tenure) -> tuple[int, int]:
+    def _rank(self, tenure: Tenure) -> tuple[int, int]:
         """Where a model comes at the start: the most important first, then the biggest, which finds whole blocks.
 
         The GPU's memory of a Jetson comes to pieces: what loads right after boot may not load hours later.
@@ -589,11 +589,11 @@ class Keeper:
         tenure.leaving, tenure.reason = True, reason
         self._on_change()
         try:
-            before = await asyncio.to_thread(self._sample, ())
+            before_bytes = await self._available_bytes()
             await tenure.supervisor.retire(retire_s)
-            after = await asyncio.to_thread(self._sample, ())
-            if before.available_bytes is not None and after.available_bytes is not None:
-                rose_mib = (after.available_bytes - before.available_bytes) // MIB
+            after_bytes = await self._available_bytes()
+            if before_bytes is not None and after_bytes is not None:
+                rose_mib = (after_bytes - before_bytes) // MIB
                 log.info("worker_left", model=tenure.tenant.name, why=reason, available_rose_mib=rose_mib)
         finally:
             self._aside.discard(tenure)
@@ -602,6 +602,11 @@ class Keeper:
             if tenure.lease:
                 self.budget.give_back(tenure.lease)
                 tenure.lease = None
+
+    async def _available_bytes(self) -> int | None:
+        with contextlib.suppress(OSError):
+            return (await asyncio.to_thread(self._sample, ())).available_bytes
+        return None
 
     def _fit(self, tenure: Tenure) -> bool:
         """Make the lease what was measured; whether the budget allows that. If not, `_judge` sees what comes of it."""
