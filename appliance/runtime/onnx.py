@@ -45,6 +45,9 @@ _IDENTITY = bytes.fromhex(
 """A graph whose output `y` is its input `x`, FP32 [1]: the smallest thing to run."""
 _DOUBLING = 0
 """Arena extension in powers of two. Measured on the detector: 376 MB at most, against 463 MB with exact requests."""
+_FIRST_BYTES = 256 * 2**20
+"""Of the arena, after it was given back: pages that nobody touches cost nothing, and one piece has fewer holes. 140 MB
+for the detector, against 156 MB where it grows from 2 MiB."""
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
@@ -123,6 +126,7 @@ class OnnxRuntime:
     name = "onnxruntime-cpu"
     opens_at_once = True
     _provider, _memory, _arena = _CPU, "Cpu", "cpu:0"
+    _first_bytes = _FIRST_BYTES
 
     def __init__(
         self,
@@ -139,7 +143,14 @@ class OnnxRuntime:
         self._shared, self._provider_options = run_limit_bytes > 0, dict(provider_options or {})
         if self._shared:
             info = ort.OrtMemoryInfo(self._memory, ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
-            arena = ort.OrtArenaCfg(run_limit_bytes, _DOUBLING, -1, -1)
+            first_bytes = min(self._first_bytes, run_limit_bytes // 4)
+            arena = ort.OrtArenaCfg(
+                {
+                    "max_mem": run_limit_bytes,
+                    "arena_extend_strategy": _DOUBLING,
+                    "initial_growth_chunk_size_bytes": first_bytes or -1,
+                }
+            )
             ort.create_and_register_allocator_v2(self._provider, info, self._provider_options, arena)
             self._smallest = self._session(_IDENTITY, self._options(1))
             self._shrink = ort.RunOptions()
@@ -214,6 +225,7 @@ class OnnxCudaRuntime(OnnxRuntime):
     name = "onnxruntime-cuda"
     opens_at_once = False
     _provider, _memory, _arena = _CUDA, "Cuda", "gpu:0"
+    _first_bytes = 0  # there all that is taken is used up
 
     def __init__(self, run_limit_bytes: int = 0, *, gpu_only: bool = False) -> None:
         """Take at most `run_limit_bytes` of the card (0: no limit); with `gpu_only` no graph may need the CPU.
