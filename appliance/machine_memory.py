@@ -26,6 +26,8 @@ log = structlog.get_logger()
 
 _LEAST_RESERVE_BYTES, _MOST_RESERVE_BYTES = 256 * 2**20, 2 * 2**30
 """Of memory that is left to the system, unless set."""
+_CHANGE_BYTES = 2 * 2**20
+"""Of a process's memory that is worth a look; a lease has at least 32 MiB of slack."""
 
 
 class Notebook:
@@ -77,7 +79,7 @@ class MachineMemory:
         return Keeper(
             bundles,
             self._rules(),
-            sample=_sample,
+            sample=Sampler(),
             overhead_bytes=known_bytes,
             spare=self._spare,
             limit=(lambda _name, _pid, _bytes: None) if isinstance(groups, str) else groups.limit,
@@ -110,7 +112,28 @@ class MachineMemory:
                 self._store.keep_overhead_bytes(self._config.runtime, overhead_bytes)
 
 
-def _sample(pids: Sequence[int]) -> Sample:
-    memory = host.memory_bytes()
-    seen = {pid: size_bytes for pid in pids if (size_bytes := host.process_bytes(pid)) is not None}
-    return Sample(memory.get("available"), host.memory_stall(), memory.get("nvmap"), seen)
+class Sampler:
+    """Takes samples of this machine.
+
+    The kernel walks all pages of a process to tell what it takes: a third of the processor time of a daemon without
+    requests. So that is asked only when its resident memory, which the kernel counts as it goes, has changed.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._known: dict[int, tuple[int, int]] = {}
+        """By process id: its resident memory when it was asked, and what it takes."""
+
+    def __call__(self, pids: Sequence[int]) -> Sample:
+        """What the machine says, and what processes take; it may take milliseconds."""
+        memory = host.memory_bytes()
+        self._known = {pid: known for pid in pids if (known := self._of(pid))}
+        sizes = {pid: size_bytes for pid, (_resident_bytes, size_bytes) in self._known.items()}
+        return Sample(memory.get("available"), host.memory_stall(), memory.get("nvmap"), sizes)
+
+    def _of(self, pid: int) -> tuple[int, int] | None:
+        known, resident_bytes = self._known.get(pid), host.resident_bytes(pid)
+        if known and resident_bytes and abs(resident_bytes - known[0]) < _CHANGE_BYTES:
+            return known
+        size_bytes = host.process_bytes(pid)
+        return None if size_bytes is None else (resident_bytes or 0, size_bytes)

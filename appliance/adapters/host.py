@@ -71,6 +71,7 @@ def reboot(command: Sequence[str]) -> None:
         raise ConfigError(msg)
 
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MEMINFO = {"MemTotal": "total", "MemAvailable": "available", "NvMapMemUsed": "nvmap"}
 """The last is what the GPU holds on Jetson, where it comes out of the same memory; other kernels have no such line."""
 
@@ -111,6 +112,12 @@ def process_bytes(pid: int, rollup: str | None = None) -> int | None:
         if key == "Pss":
             return int(value.split()[0]) * 1024
     return None
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of a process, pages that it shares included, by the kernel's own count; None when it is gone."""
+    pages = _read(f"/proc/{pid}/statm").split()
+    return int(pages[1]) * _PAGE_BYTES if pages else None
 
 
 def group_limit_bytes(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from support.boards import plant
 
 from appliance.adapters import host
+from appliance.machine_memory import Sampler
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +69,24 @@ def test_the_memory_of_a_process_grows_by_what_it_touches_and_one_that_is_gone_h
     assert after is not None
     assert touched_bytes * 0.9 < after - before < touched_bytes * 1.5
     assert host.process_bytes(2**22 + 1) is None
+    assert host.resident_bytes(2**22 + 1) is None
+    own_bytes, resident_bytes = host.process_bytes(os.getpid()), host.resident_bytes(os.getpid())
+    assert own_bytes
+    assert resident_bytes
+    assert own_bytes < resident_bytes * 1.1
+
+
+def test_what_a_process_takes_is_found_out_anew_when_it_has_changed_and_only_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mib = 2**20
+    resident_bytes = iter([100 * mib, 101 * mib, 99 * mib, 150 * mib, 150 * mib, None])
+    size_bytes = iter([80 * mib, 130 * mib, None])
+    monkeypatch.setattr("appliance.adapters.host.resident_bytes", lambda _pid: next(resident_bytes))
+    monkeypatch.setattr("appliance.adapters.host.process_bytes", lambda _pid: next(size_bytes))
+    sample = Sampler()
+    seen = [sample([7]).process_bytes.get(7) for _ in range(6)]
+    assert seen == [80 * mib, 80 * mib, 80 * mib, 130 * mib, 130 * mib, None]
 
 
 def test_the_smallest_limit_of_our_control_group_and_those_above_counts(tmp_path: Path) -> None:
