@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PYTEST := $(BIN)/python -m pytest
 
 .DELETE_ON_ERROR:
-.PHONY: demo fleet-demo test test-long lint format bench soak elasticity reload-bench swap-bench vm-test constraints clean
+.PHONY: demo fleet-demo test test-long lint format bench soak elasticity reload-bench swap-bench scale-bench vm-test constraints clean
 
 demo: .venv/.demo
 	@$(BIN)/python docs/demo.py
@@ -48,6 +48,11 @@ reload-bench: .venv/.dev
 
 swap-bench: .venv/.dev
 	$(BIN)/python tests/load/swap.py
+
+# Two minutes for each database; wants a machine that does nothing else.
+scale-bench: .venv/.dev
+	$(BIN)/python tests/load/fleet.py --database sqlite
+	$(BIN)/python tests/load/fleet.py --database postgresql
 
 # Boots the image on an emulated arm64 machine: needs root, 6 GB in build/vm and up to an hour.
 vm-test: .venv/.dev .venv/.qemu .demo/ppocr-v4/manifest.json

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sqlalchemy import delete, select
+from sqlalchemy import bindparam, delete, select
 from starlette.types import ASGIApp, Scope
 
 from appliance.adapters.access import READING, Caller, Gate, Rules, token_in
@@ -27,6 +27,7 @@ from models.errors import BadInput, Conflict, Forbidden, NotFound, Unauthenticat
 ROLES = {"viewer": Role.INFER, "operator": Role.OPERATE, "admin": Role.ADMIN}
 DEVICE = "device"
 _DEVICE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NAMED = select(t.tokens).where(t.tokens.c.name == bindparam("name"))
 _CHANGES = (
     (re.compile(r"/v1/fleet/tokens(/.*)?"), Role.ADMIN),
     (re.compile(r"/v1/fleet/audit"), Role.OPERATE),
@@ -80,7 +81,7 @@ class Tokens:
         """Name, role and device of a token as it was sent; None when it opens nothing here."""
         name, _dot, secret = token.partition(".")
         with self._database.reading() as tx:
-            known = tx.execute(select(t.tokens).where(t.tokens.c.name == name[:128])).one_or_none()
+            known = tx.execute(_NAMED, {"name": name[:128]}).one_or_none()
         if known is None or not hmac.compare_digest(digest(secret), known.sha256):
             return None
         return known.name, known.role, known.device_id

@@ -23,10 +23,10 @@ needs_postgres = pytest.mark.skipif(POSTGRES is None, reason="condition postgres
 
 
 class Cluster:
-    """A server that runs until `close`; it gives up all durability, and takes only who is on this machine."""
+    """A server that runs until `close`, and takes only who is on this machine."""
 
-    def __init__(self) -> None:
-        """Make and start it, as the unprivileged user that it insists on."""
+    def __init__(self, *, durable: bool = False) -> None:
+        """Make and start it, as the unprivileged user that it insists on; unless `durable`, it waits for no disk."""
         assert POSTGRES
         self._user = "postgres" if os.geteuid() == 0 else pwd.getpwuid(os.geteuid()).pw_name
         self._folder = Path(tempfile.mkdtemp(prefix="pg-"))  # short: the path of a socket is
@@ -35,8 +35,9 @@ class Cluster:
         self._numbers = itertools.count(1)
         data = self._folder / "data"
         self._call("initdb", "-D", data, "-U", "postgres", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C")
-        options = [f"unix_socket_directories={self._folder}", "listen_addresses=", "fsync=off", "max_connections=60"]
-        options += ["synchronous_commit=off", "full_page_writes=off", "shared_buffers=32MB"]
+        options = [f"unix_socket_directories={self._folder}", "listen_addresses=", "max_connections=60"]
+        options += [] if durable else ["fsync=off", "synchronous_commit=off", "full_page_writes=off"]
+        options += ["shared_buffers=32MB"]
         with (self._folder / "log").open("wb") as log:
             self._process = subprocess.Popen(
                 [POSTGRES / "postgres", "-D", data, *(word for option in options for word in ("-c", option))],
@@ -47,6 +48,7 @@ class Cluster:
                 env=clean_environment(),
                 user=self._user if os.geteuid() == 0 else None,
             )
+        self.pid = self._process.pid
         eventually(self._answers, "PostgreSQL takes connections", 60)
 
     def database(self, like: str = "template1") -> str:
