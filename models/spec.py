@@ -162,17 +162,18 @@ def unpack_bytes(name: str, payload: Payload, count: int) -> list[bytes]:
 
 def check_request(spec: ModelSpec, inputs: Sequence[Tensor], outputs: Sequence[str] | None) -> None:
     """Raise BadInput with one sentence when `inputs` are not what `spec` takes, or `outputs` not what it gives."""
-    for name in outputs or ():
+    if outputs:
         given = {tensor.name for tensor in spec.outputs}
-        if name not in given:
-            msg = f"there is no output {name!r}; this model gives {', '.join(sorted(given))}"
-            raise BadInput(msg)
+        for name in outputs:
+            if name not in given:
+                msg = f"there is no output {name!r}; this model gives {', '.join(sorted(given))}"
+                raise BadInput(msg)
     by_name = {tensor.name: tensor for tensor in inputs}
-    wanted = {tensor.name for tensor in spec.inputs}
     if len(by_name) != len(inputs):
         msg = f"an input is given twice: {sorted(tensor.name for tensor in inputs)}"
         raise BadInput(msg)
-    if set(by_name) != wanted:
+    wanted = {tensor.name for tensor in spec.inputs}
+    if by_name.keys() != wanted:
         msg = f"inputs are {sorted(by_name)}, but this model takes {sorted(wanted)}"
         raise BadInput(msg)
     for want in spec.inputs:

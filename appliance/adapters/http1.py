@@ -212,8 +212,11 @@ class Http1(HttpToolsProtocol):
         """Called by the server when it stops: no connection is closed before its request is answered."""
         if self.in_hand:
             self._leaves = True
-        else:
-            super().shutdown()
+            return
+        if self._early:  # the parser hears of a request that has begun, so that its rest is waited for
+            early, self._early = self._early, b""
+            self._feed(early)
+        super().shutdown()
 
     def _feed(self, data: bytes) -> None:
         headers = self.headers  # each head has a list of its own

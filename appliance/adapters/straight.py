@@ -74,7 +74,7 @@ class Straight:
                 return False
             parsed = oip.parse(body, head.header_length, spec)
             rates.enter(caller.name, time.monotonic())
-        except ApplianceError:
+        except Exception:  # whatever it is, it is met and told on the ordinary way
             return False
         try:
             bodies.take(len(body))

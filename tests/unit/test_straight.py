@@ -257,6 +257,26 @@ def test_who_leaves_has_its_request_given_up_and_takes_no_room() -> None:
     asyncio.run(scenario())
 
 
+def test_a_server_that_stops_waits_for_the_rest_of_a_request() -> None:
+    async def scenario() -> bytes:
+        async with Doors().open() as ours:
+            reader, writer = await asyncio.open_connection("127.0.0.1", ours.port)
+            writer.write(PLAIN)
+            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            writer.write(PLAIN[:-5])
+            (connection,) = ours.state.connections
+            await until(lambda: bool(connection._early))  # type: ignore[union-attr] # noqa: SLF001 - nothing else shows that it came
+            connection.shutdown()
+            writer.write(PLAIN[-5:])
+            answer = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answer
+
+    answer = asyncio.run(scenario())
+    assert b"HTTP/1.1 200 OK" in answer
+    assert b"connection: close" in answer
+
+
 def test_a_server_that_stops_answers_what_is_in_hand_and_says_that_it_was_the_last() -> None:
     async def scenario() -> bytes:
         slow = Slow()
