@@ -118,6 +118,8 @@ class Life:
         Small ones are copied. A large one stays where it lies until the last view of it has gone, whatever becomes of
         the worker meanwhile.
         """
+        if not slots:
+            return [bytes(payload) for payload in payloads]
         size_bytes = sum([slot.length for slot in slots])
         if size_bytes < _LENT_FROM_BYTES or self._lent_bytes + size_bytes > self.answers.capacity_bytes // _LENT_SHARE:
             taken: list[Payload] = [bytes(payload) for payload in payloads]
@@ -140,7 +142,7 @@ class Life:
         return self.answers.lend(slot, gone)
 
     def _free(self, slots: Sequence[Slot]) -> None:
-        if slots and not self.ended:
+        if not self.ended:
             self.link.send(wire.encode(wire.Free(tuple((slot.offset, slot.length, slot.generation) for slot in slots))))
 
     def printed_lines(self) -> list[str]:
