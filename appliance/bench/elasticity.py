@@ -136,19 +136,22 @@ class Loads:
         """Arrivals at random, and the P99 wait, in services, of those very arrivals in an ideal queue.
 
         Few arrivals are seldom typical. Below capacity they are drawn many times over before anything is sent, and
-        those are taken whose own P99, played in an ideal queue, is nearest to the law's.
+        those are taken whose own P99, played in an ideal queue, is nearest to the law's. Near capacity that matters
+        most: of 900 arrivals at 90 % in an ideal queue for two, half have a P99 under 7 services; the law has 10.8.
         """
-        count = self.count(load, times)
-        draws = self._chance.exponential(1 / (load * self.capacity), (_DRAWS if load < FULL else 1, count)).cumsum(1)
+        count, steady = self.count(load, times), load < 1
+        draws = self._chance.exponential(1 / (load * self.capacity), (_DRAWS if steady else 1, count)).cumsum(1)
         ideal = [float(np.quantile(waits_of((due_s / self.service_s).tolist(), self.servers), 0.99)) for due_s in draws]
-        law = Queue.at(load, self.servers).wait(0.99) if load < FULL else 0.0
+        law = Queue.at(load, self.servers).wait(0.99) if steady else 0.0
         best = int(np.argmin([abs(wait - law) for wait in ideal]))
         return self.send(draws[best]), ideal[best]
 
-    def send(self, due_s: openloop.Floats, at_once: int = openloop.MOST_CONNECTIONS) -> openloop.Answers:
-        """Send at these moments."""
+    def send(
+        self, due_s: openloop.Floats, at_once: int = openloop.MOST_CONNECTIONS, start_at: float = 0.0
+    ) -> openloop.Answers:
+        """Send at these moments, see `openloop.run`."""
         time.sleep(0.2)  # what the load before has left in the queue
-        return openloop.run(self._address, self._request, due_s, at_once=at_once)
+        return openloop.run(self._address, self._request, due_s, at_once=at_once, start_at=start_at)
 
 
 def p99_ms(answers: openloop.Answers) -> float:

@@ -48,16 +48,24 @@ class Answers:
     """How much later than due it was sent: the client's own fault."""
 
 
-def run(address: tuple[str, int], request: bytes, due_s: Floats, *, at_once: int = MOST_CONNECTIONS) -> Answers:
-    """Send `request` at each moment of `due_s`, seconds from the start; in a new process.
+def run(
+    address: tuple[str, int],
+    request: bytes,
+    due_s: Floats,
+    *,
+    at_once: int = MOST_CONNECTIONS,
+    start_at: float = 0.0,
+) -> Answers:
+    """Send `request` at each moment of `due_s`, seconds from `start_at` in `time.perf_counter`; in a new process.
 
-    With few connections `at_once` and all moments 0 it is a closed loop instead, for measuring capacity.
+    It starts as soon as it can where `start_at` is past. With few connections `at_once` and all moments 0 it is a
+    closed loop instead, for measuring capacity.
     `request` is all that is sent, headers too. Raises ApplianceError when the daemon is not there.
     """
     with tempfile.TemporaryDirectory() as folder:
         plan, answers = Path(folder) / "plan.npz", Path(folder) / "answers.npz"
         body = np.frombuffer(request, np.uint8)
-        np.savez(plan, host=address[0], port=address[1], due_s=due_s, request=body, at_once=at_once)
+        np.savez(plan, host=address[0], port=address[1], due_s=due_s, request=body, at_once=at_once, start_at=start_at)
         ended = subprocess.run(  # noqa: S603 - ourselves
             [sys.executable, "-m", __name__, str(plan), str(answers)], stderr=subprocess.PIPE, text=True, check=False
         )
@@ -126,8 +134,8 @@ class _Load:
         self._idle = deque(_Connection(address) for _ in range(min(at_once, 8)))
         self._busy: set[_Connection] = set()
 
-    def go(self) -> None:
-        start_at = time.perf_counter() + _LEAD_S
+    def go(self, start_at: float) -> None:
+        start_at = max(start_at, time.perf_counter() + _LEAD_S)
         due_at = (self._due_s + start_at).tolist()
         give_up_at = due_at[-1] + _LONGEST_S
         following = 0
@@ -184,7 +192,8 @@ def main(plan: str, answers: str) -> None:
     with np.load(plan) as found:
         address = str(found["host"]), int(found["port"])
         load = _Load(address, found["request"].tobytes(), found["due_s"], int(found["at_once"]))
-    load.go()
+        start_at = float(found["start_at"])
+    load.go(start_at)
     np.savez(answers, **vars(load.answers))
 
 

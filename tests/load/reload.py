@@ -1,10 +1,10 @@
 """`make reload-bench`: how long a model takes to load, cold and again, in one run, with turns taken.
 
-cold         a new process, on a device that has kept nothing of the model's graphs
-new process  a new process, on a device that has loaded the model before, as after a crash
+cold         a new process, on a device that has kept nothing of the model's graphs: the first load of a bundle
+new process  a new process, on a device that has loaded the model before, as after a crash: told, not judged
 reload       what a request waits for whose model was unloaded because nobody used it
 
-A reload is to be three times as fast as either of the others. All three prove the model on its golden vectors.
+A reload is to be three times as fast as a cold load. All three prove the model on its golden vectors.
 Beside the time by the clock stands the processor time of the worker for the load, which says more on a busy machine.
 """
 
@@ -54,11 +54,11 @@ def main() -> int:
             each = " ".join(f"{one[i] * 1e3:.0f}" for one in times)
             print(f"{kind:12} {medians_s[kind] * 1e3:7.0f} ms {what:16} {each}")
         verdicts += [
-            Verdict(f"{what}, {kind} over reload", medians_s[kind] / medians_s["reload"], GOAL, "x", at_least=True)
-            for kind in ("cold", "new process")
+            Verdict(f"{what}, {kind} over reload", medians_s[kind] / medians_s["reload"], goal, "x", at_least=True)
+            for kind, goal in (("cold", GOAL), ("new process", None))
         ]
     print(*verdicts, sep="\n")
-    return 0 if all(one.passed for one in verdicts) else 1
+    return 1 if any(one.passed is False for one in verdicts) else 0
 
 
 def built(folder: Path) -> Path:
