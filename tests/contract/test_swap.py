@@ -324,18 +324,20 @@ def nices(pid: int) -> list[int]:
         return []
 
 
-def test_the_next_version_is_loaded_at_a_low_priority_and_serves_at_the_usual_one(tmp_path: Path) -> None:
+def test_the_next_version_is_loaded_at_a_low_priority_and_serves_at_that_of_the_one_before(tmp_path: Path) -> None:
     one, two = versions(tmp_path)
 
     async def scenario() -> None:
         async with serving(opened(one)) as service:
+            old, usual = service.status()["workers"][0]["pid"], os.getpriority(os.PRIO_PROCESS, 0)
+            await until(lambda: sum(nice > usual for nice in nices(old)) == 2)  # the threads that compute
+            computing = max(nices(old))
             swapping = asyncio.ensure_future(service.swap(opened(two)))
             await until(lambda: service.status()["workers_aside"])
             pid = service.status()["workers_aside"][0]["pid"]
-            usual = os.getpriority(os.PRIO_PROCESS, 0)
-            await until(lambda: any(nice > usual for nice in nices(pid)))
+            await until(lambda: any(nice > computing for nice in nices(pid)))
             await swapping
-            await until(lambda: nices(pid)[1:].count(usual) >= 2)  # the threads that compute
+            await until(lambda: nices(pid).count(computing) == 2)
             assert nices(pid)[0] == usual
 
     run(scenario)

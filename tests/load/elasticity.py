@@ -2,16 +2,22 @@
 
 What is measured and what passes stands in `appliance/bench/elasticity.py`; `appliance bench` takes a shorter look at
 any daemon. Without --bundle a model of the null runtime is served that waits for --service-ms: the machine's own
-cost of computing is then out of the way, and what is left is how the daemon queues.
+cost of computing is then out of the way, and what is left is how the daemon queues. What the machine adds when it has
+next to nothing to do shows in a line beside: the lowest load again, on Python's own HTTP server, which waits as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
-from dataclasses import asdict
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a scri
 from support import tiny
 from support.daemon import Daemon
 
-from appliance.bench.elasticity import Loads, Verdict, overload, phased, random_arrivals
+from appliance.bench.elasticity import POISSON, Loads, Verdict, overload, phased, random_arrivals
 from appliance.bench.question import Question
 from appliance.runtime.machine import cpu_name
 from models.folder import BundleFolder
@@ -55,7 +61,10 @@ def main() -> int:
         if "a" in wanted:
             verdicts += phased(loads, options.rounds, print)
         if "b" in wanted:
-            verdicts += random_arrivals(loads, options.rounds, print)[0]
+            verdicts += random_arrivals(loads, options.rounds, print, POISSON[:1])[0]
+            if not options.bundle:
+                verdicts.append(beside(options))
+            verdicts += random_arrivals(loads, options.rounds, print, POISSON[1:])[0]
         if "c" in wanted:
             verdicts += overload(loads, options.rounds, print)
     print(*verdicts, sep="\n")
@@ -68,6 +77,42 @@ def main() -> int:
         }
         options.json.write_text(json.dumps(report, indent=1))
     return 0 if all(one.passed for one in verdicts) else 1
+
+
+def beside(options: argparse.Namespace) -> Verdict:
+    """The lowest load on a server that does nothing but wait; told, not judged."""
+    with plain_server(options.service_ms / 1e3, options.servers) as url:
+        loads = Loads(url, question(options), options.servers, options.samples)
+        loads.measure_capacity()
+        (verdict,), _points = random_arrivals(loads, options.rounds, print, POISSON[:1])
+    return replace(verdict, what=f"the same on a server that only waits, at {POISSON[0]:.0%}", limit=None)
+
+
+@contextlib.contextmanager
+def plain_server(service_s: float, servers: int) -> Iterator[str]:
+    """The address of an HTTP server that answers so many requests at a time, each after `service_s`."""
+    free = threading.Semaphore(servers)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            with free:
+                time.sleep(service_s)
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_about: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
 
 
 def serve(options: argparse.Namespace, folder: Path) -> Daemon:
