@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-NICE = 15
-"""3.5 % of the share of those who serve where the processors are busy; less would make a load look like a hang."""
+NICE = 19
+"""4.5 % of the share of those who compute where the processors are busy; less would make a load look like a hang."""
 
 
 def gently(call: Callable[[], T]) -> T:
