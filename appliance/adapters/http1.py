@@ -30,8 +30,8 @@ class Http1(HttpToolsProtocol):
     A head (request line and headers) that does not end is given up, not kept in memory, and so is a
     client that owes a request, or the rest of one, and says nothing for `silence_s`. A body is cut off when
     what frames it (sizes of chunks, their extensions, trailers) outgrows its limit, and so is the rest of one
-    that was refused. `scope["client_certificate"]` is the common name of a certificate that TLS has verified, and
-    `scope["connection"]` is this object, for `when_gone`.
+    that was refused. Small requests may go `straight`, past the parser and ASGI. `scope["client_certificate"]` is the
+    common name of a certificate that TLS has verified, and `scope["connection"]` is this object, for `when_gone`.
     """
 
     _in_head = False
@@ -191,12 +191,16 @@ class Http1(HttpToolsProtocol):
             return
         self._answered_at = self.loop.time()
         if self._idle is None:
-            self._idle = self.loop.call_later(self.timeout_keep_alive, self._rest)
+            self._idle = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
         if self._early:
             self.flow.resume_reading()
-            self.loop.call_soon(self.data_received, b"")
+            self.loop.call_soon(self._go_on)
 
-    def _rest(self) -> None:
+    def _go_on(self) -> None:
+        if self._early and not self._gone:
+            self.data_received(b"")
+
+    def _look_if_idle(self) -> None:
         """Close a connection that was idle for so long; one that took the ordinary way since is uvicorn's to close."""
         self._idle = None
         idle = self._rests and not self._owes and not self.in_hand and self.timeout_keep_alive_task is None
@@ -204,7 +208,7 @@ class Http1(HttpToolsProtocol):
             return
         left_s = self.timeout_keep_alive - (self.loop.time() - self._answered_at)
         if left_s > 0:
-            self._idle = self.loop.call_later(left_s, self._rest)
+            self._idle = self.loop.call_later(left_s, self._look_if_idle)
         else:
             self.transport.close()
 
