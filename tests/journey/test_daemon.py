@@ -61,16 +61,17 @@ SLOW_DISK = """
 #include <unistd.h>
 static int slowly(int call, int file) {
     if (!access(getenv("SLOW_DISK"), F_OK))
-        sleep(1);
+        usleep(1500000);
     return syscall(call, file);
 }
 int fsync(int file) { return slowly(SYS_fsync, file); }
 int fdatasync(int file) { return slowly(SYS_fdatasync, file); }
 """
-"""Preloaded: while the file that SLOW_DISK names is there, a sync takes a second."""
+"""Preloaded: while the file that SLOW_DISK names is there, a sync takes one and a half seconds."""
 
 
 @needs_compiler
+@pytest.mark.long
 def test_inference_is_as_fast_as_before_while_the_disk_takes_a_second_for_each_sync(tmp_path: Path) -> None:
     library, slow = tmp_path / "slow.so", tmp_path / "slow"
     source = [COMPILER or "cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
@@ -81,14 +82,14 @@ def test_inference_is_as_fast_as_before_while_the_disk_takes_a_second_for_each_s
     with Daemon(tmp_path / "daemon", "--onnx", f"linear={model}", env=env) as daemon:
 
         def asked(enough: Callable[[], bool]) -> tuple[float, float]:
-            """Median seconds of a request, and requests a second."""
+            """Median seconds of a request, and the longest."""
             spent_s: list[float] = []
-            began = time.monotonic()
             while len(spent_s) < 200 or not enough():
                 started = time.monotonic()
                 assert np.allclose(binary_floats(daemon.infer("linear", x)), tiny.WEIGHTS[:3])
                 spent_s.append(time.monotonic() - started)
-            return statistics.median(spent_s), len(spent_s) / (time.monotonic() - began)
+                time.sleep(0.01)
+            return statistics.median(spent_s), max(spent_s)
 
         def order(name: str) -> float:
             """Seconds that an order took, which is written down before and after it is carried out."""
@@ -102,14 +103,14 @@ def test_inference_is_as_fast_as_before_while_the_disk_takes_a_second_for_each_s
         before = asked(lambda: True)
         slow.touch()
         ordered = daemon.run_later(order, "the second")
-        median_s, rate = asked(ordered.done)
-        assert ordered.result(0) > 2  # the disk was slow, and more than once
+        median_s, longest_s = asked(ordered.done)
+        assert ordered.result(0) > 3  # the disk was slow, and more than once
         lag = daemon.status()["event_loop"]
         slow.unlink()
         after = asked(lambda: True)
         assert median_s < 2 * max(before[0], after[0]) + 0.005
-        assert rate > min(before[1], after[1]) / 2  # had they waited for the disk it would be a tenth
-        assert 0 <= lag["lag_p99_ms"] < 1000
+        assert longest_s < 1.2  # none has waited for a sync
+        assert 0 <= lag["lag_p99_ms"] <= lag["lag_max_ms"] < 1200
 
 
 def test_the_address_it_names_takes_connections_at_once(start_daemon: StartDaemon) -> None:
