@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ from doubles.service import MemoryService
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case, GenerationMode
-from schemathesis.schemas import APIOperation
+from schemathesis.schemas import APIOperation, BaseSchema
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
+from support.daemon import Daemon
+from typing_extensions import Self
 
 from appliance.adapters.access import Rules
 from appliance.adapters.tokens import Role, TokenFile
@@ -31,22 +34,27 @@ EXAMPLES = 12
 
 
 class Documented:
-    """Every path and verb of the document of a fresh application, asked by an admin."""
+    """Every path and verb of a document, asked by an admin."""
 
-    def __init__(self, folder: Path) -> None:
-        tokens = TokenFile(folder)
-        self.headers = {"authorization": f"Bearer {tokens.create('anybody', Role.ADMIN)}"}
-        app = door(MemoryService(), Rules(anonymous=False), tokens)
-        document = schemathesis.openapi.from_asgi("/openapi.json", app, headers=self.headers)
+    def __init__(self, document: BaseSchema, headers: Mapping[str, str], models: Sequence[str]) -> None:
+        self.headers, self.models = dict(headers), models
         self.operations: list[APIOperation[Any, Any, Any, Any]] = [
             result.ok() for result in document.get_all_operations()
         ]
         self.statuses: Counter[int] = Counter()
 
+    @classmethod
+    def of_double(cls, folder: Path) -> Self:
+        """Of a fresh application before a service that keeps everything in memory."""
+        tokens = TokenFile(folder)
+        headers = {"authorization": f"Bearer {tokens.create('anybody', Role.ADMIN)}"}
+        app = door(MemoryService(), Rules(anonymous=False), tokens)
+        return cls(schemathesis.openapi.from_asgi("/openapi.json", app, headers=headers), headers, ["echo", "reader"])
+
 
 @pytest.fixture
 def documented(tmp_path: Path) -> Documented:
-    return Documented(tmp_path)
+    return Documented.of_double(tmp_path)
 
 
 def test_every_request_that_the_document_allows_is_answered_as_it_says(documented: Documented) -> None:
@@ -65,9 +73,32 @@ def test_every_request_that_the_document_forbids_is_answered_as_it_says(document
     assert not {401, 403, 500} & set(documented.statuses)
 
 
+NOT_ASKED = {
+    "/v1/commands": "an order may be to start the machine anew",
+    "/v1/events": "its answer has no end",
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_running_daemon_answers_whatever_the_document_allows_and_forbids_as_it_says(tiny_daemon: Daemon) -> None:
+    headers = tiny_daemon.authorized("admin")
+    document = schemathesis.openapi.from_url(f"{tiny_daemon.url}/openapi.json", headers=headers)
+    documented = Documented(document, headers, ["linear", "text", "pair", "blank"])
+    for operation in documented.operations:
+        if operation.path not in NOT_ASKED:
+            for mode in GenerationMode:
+                if mode is GenerationMode.POSITIVE or operation.body or operation.query:
+                    _answers_as_documented(documented, operation.as_strategy(mode))
+    assert min(documented.statuses[200], documented.statuses[400]) > 20
+    assert 500 not in documented.statuses
+    assert {worker["restarts"] for worker in tiny_daemon.status()["workers"]} == {0}
+    assert tiny_daemon.http.get("/v2/health/live").json() == {"live": True}
+
+
 def _answers_as_documented(documented: Documented, cases: st.SearchStrategy[Case]) -> None:
-    """Check some cases; models are `echo` and `reader`, or of any name."""
-    known = st.sampled_from(["echo", "reader", ""])
+    """Check some cases; models are those that are there, or of any name."""
+    known = st.sampled_from([*documented.models, ""])
 
     @given(cases, known)
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
