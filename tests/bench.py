@@ -39,6 +39,7 @@ from appliance.bench import openloop, question
 from appliance.runtime import choose
 from appliance.runtime.machine import cpu_name
 from models.folder import BundleFolder
+from models.spec import Array
 from models.tasks import text
 from models.tasks.picture import decode_picture
 from provisioning import accuracy, data
@@ -133,8 +134,7 @@ def task(name: str, options: argparse.Namespace, folder: Path) -> Task:
         model = tiny.linear_model(folder / "tiny.onnx")
         x = np.random.default_rng(1).normal(size=(1, 16)).astype(np.float32)
     else:
-        model = RECOGNISER
-        x = np.random.default_rng(1).random((1, 3, 48, 320), dtype=np.float32)
+        model, x = RECOGNISER, a_line()
     session = runtime.open(model.read_bytes(), threads=1)
     inputs = {session.spec.inputs[0].name: x}
     (want,) = session.run(inputs).values()
@@ -143,6 +143,11 @@ def task(name: str, options: argparse.Namespace, folder: Path) -> Task:
         lambda: session.run(inputs),
         lambda have: have.size == want.size and np.allclose(have, want.ravel(), rtol=1e-3, atol=1e-5),
     )
+
+
+def a_line() -> Array:
+    """Something of the size of a line, FP32 [1, 3, 48, 320]."""
+    return np.random.default_rng(1).random((1, 3, 48, 320), dtype=np.float32)
 
 
 def built(folder: Path) -> Path:
@@ -157,7 +162,7 @@ def measure(one: Task, options: argparse.Namespace, folder: Path, *, last: bool)
     """One round of one piece of work: in process, then each server that can do it."""
     per_s = calls_per_s(one.alone, options.seconds)
     yield {"server": ALONE, "kind": "load", "clients": 1, "per_s": per_s, "ratio": 1.0}
-    pages = data.load(options.data, "gate").pages if last and one.work.picture else ()
+    pages = data.load(options.data, "gate", project=ROOT / "tests/data/ocr").pages if last and one.work.picture else ()
     jpegs = {page.file: (options.data / "pages" / page.file).read_bytes() for page in pages}
     if pages:
         yield {"server": ALONE, "kind": "text", **score(pages, map(one.alone, jpegs.values()))}

@@ -32,7 +32,7 @@ LONGER = 5
 GROWTH = 1.15
 REFUSED_WITHIN_S = 0.005
 OK = 200
-_REFUSALS = (429, 503)
+REFUSALS = (429, 503)
 _CLOSED = (64, 512)
 """Requests of the two closed loops that find capacity; the first only warms up."""
 _ALONE = 100
@@ -208,7 +208,7 @@ def overload(loads: Loads, rounds: int, tell: Callable[[str], None]) -> list[Ver
     for _ in range(rounds):
         full, _ideal = loads.poisson(FULL, LONGER)
         over, _ideal = loads.poisson(OVER, LONGER)
-        refused = np.isin(over.status, _REFUSALS)
+        refused = np.isin(over.status, REFUSALS)
         answered = over.status == OK
         lost += int((~refused & ~answered).sum())
         hinted = hinted and bool(over.hinted[refused].all())
@@ -217,7 +217,7 @@ def overload(loads: Loads, rounds: int, tell: Callable[[str], None]) -> list[Ver
         refusal_s.append(float(np.quantile(shed_s, 0.99)) if len(shed_s) else 0.0)
         accepted.append(float(answered.mean()) * OVER)
         tell(
-            f"{FULL:.0%} load: P99 {p99_ms(full):.2f} ms, {np.isin(full.status, _REFUSALS).mean():.1%} refused; "
+            f"{FULL:.0%} load: P99 {p99_ms(full):.2f} ms, {np.isin(full.status, REFUSALS).mean():.1%} refused; "
             f"{OVER:.0%}: P99 {p99_ms(over):.2f} ms, {refused.mean():.1%} refused in {refusal_s[-1] * 1e3:.2f} ms "
             f"(P99); client late by {over.late_s.max() * 1e3:.2f} ms"
         )
