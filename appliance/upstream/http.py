@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 import orjson
 import zstandard
+from fastapi import Path as InPath
 from fastapi import Query, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from starlette.responses import FileResponse, StreamingResponse
@@ -34,6 +35,9 @@ from models.errors import ApplianceError, BadInput, Overloaded, TooLarge
 T = TypeVar("T")
 
 PAGE = {"/": "fleet.html", "/page.css": "page.css", "/parts.js": "parts.js", "/fleet.js": "fleet.js"}
+MOST_NUMBER = 2**63 - 1
+"""Of a campaign or a command, as the database keeps them."""
+Number = Annotated[int, InPath(ge=0, le=MOST_NUMBER)]
 _WEB = Path(__file__).parent.parent / "web"
 _WRITERS = 6
 """Batches that are taken in at the same time."""
@@ -212,19 +216,19 @@ class FleetDoor:
         """The latest campaigns."""
         return Json({"campaigns": self._campaigns.all()})
 
-    def campaign(self, campaign: int) -> Response:
+    def campaign(self, campaign: Number) -> Response:
         """One campaign with its devices."""
         return Json(self._campaigns.one(campaign))
 
-    def pause(self, request: Request, campaign: int) -> Response:
+    def pause(self, request: Request, campaign: Number) -> Response:
         """Ask no further device."""
         return Json(self._campaigns.turn(_by(request), campaign, "pause"))
 
-    def resume(self, request: Request, campaign: int) -> Response:
+    def resume(self, request: Request, campaign: Number) -> Response:
         """Go on."""
         return Json(self._campaigns.turn(_by(request), campaign, "resume"))
 
-    def abort(self, request: Request, campaign: int) -> Response:
+    def abort(self, request: Request, campaign: Number) -> Response:
         """End it; its devices get back what they had."""
         return Json(self._campaigns.turn(_by(request), campaign, "abort"))
 
@@ -236,13 +240,13 @@ class FleetDoor:
             raise BadInput('a command is {"target": {...}, "envelopes": [...]}')
         return Json(await asyncio.to_thread(self._fleet.command, _by(request), target, envelopes), 202)
 
-    def command_results(self, command: int) -> Response:
+    def command_results(self, command: Number) -> Response:
         """What each device answered."""
         return Json(self._fleet.command_results(command))
 
     def audit(
         self,
-        before: Annotated[int, Query(ge=0, description="`next` of the page before")] = 0,
+        before: Annotated[int, Query(ge=0, le=MOST_NUMBER, description="`next` of the page before")] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_DEVICES)] = 100,
     ) -> Response:
         """Who did what, the newest first."""

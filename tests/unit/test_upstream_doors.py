@@ -320,3 +320,9 @@ def test_a_body_that_is_no_object_is_refused(server: Server) -> None:
             answer = server.ask("POST", f"{FLEET}{path}", server.admin, content=body)
             assert answer.status_code == 400
             assert "body" in error_of(answer)
+
+
+@pytest.mark.parametrize("path", ["/campaigns/{}", "/commands/{}", "/audit?before={}"])
+def test_a_number_larger_than_the_database_holds_is_refused_as_the_callers(server: Server, path: str) -> None:
+    answer = server.ask("GET", FLEET + path.format(2**63), server.admin)
+    assert answer.status_code == 400, answer.text
