@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     package = {"pycuda": "pycuda", "cuda-bindings": "cuda-bindings"}.get(given.backend)
     rows = measure(given.backend, given.kernels)
-    common = checks.environment(open_driver("ctypes")) | {"backend": given.backend}
+    common = checks.environment(open_driver("ctypes"), read_kernels(given.kernels)) | {"backend": given.backend}
     if package:
         common["versions"] |= {package: metadata.version(package)}
     rows = [common | row for row in rows]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kernels
+from kernels.bench import TOLD
 from kernels.plan import source_digest
 
 pytestmark = pytest.mark.unit
@@ -24,6 +25,14 @@ def test_rows_were_measured_on_this_version_of_the_kernel(path: Path) -> None:
     found = json.loads(path.read_bytes())
     digests = {row.get("source_digest", found.get("source_digest")) for row in found["rows"]}
     assert digests == {source_digest()}, "measure again: python -m kernels.bench --json FILE"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_every_row_of_the_benchmark_names_what_it_was_measured_with(path: Path) -> None:
+    found = json.loads(path.read_bytes())
+    if "how" not in found:  # written by other means, which that tells
+        assert all(set(TOLD) <= set(row) for row in found["rows"])
+        assert all({"triton", "assembler"} <= set(row["versions"]) for row in found["rows"])
 
 
 def test_the_recogniser_reads_the_same_text_with_the_kernels() -> None:
