@@ -61,6 +61,7 @@ class Model:
             prepared=prepared,
             gpu_memory_bytes=order.gpu_memory_bytes,
             gpu_only=order.gpu_only,
+            concurrency=order.concurrency,
         )
         gauge = Gauge()
         self.overhead_bytes = host.process_bytes(os.getpid())

@@ -238,6 +238,7 @@ def verify(
     precision: Annotated[Precision, typer.Option(help="Which to verify; auto: what would be served.")] = Precision.auto,
     split: Annotated[str, typer.Option(help="calibrate, tune, gate, or all.")] = "gate",
     splits: Annotated[Path | None, typer.Option("--splits", help="splits.tsv, for data that has none.")] = None,
+    runtime: Annotated[str, typer.Option(help="What runs both, named as in a daemon's settings.")] = "onnxruntime-cpu",
     report_file: Annotated[Path | None, typer.Option("--report", help="Write the report, with plots, as HTML.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -254,10 +255,11 @@ def verify(
         msg = f"{what}: give a file in a folder that is there with --report"
         raise ConfigError(msg)
     folder, project = BundleFolder(bundle), labelled.default_folder()
+    opened = choose(runtime, concurrency=steps.THREADS)
     with _progress() as report:
         report("reading labelled data")
         chosen = labelled.load(data or project, split, splits, project)
-        found = compare(folder, chosen, precision.value, choose(steps.RUNTIME), steps.THREADS, report)
+        found = compare(folder, chosen, precision.value, opened, steps.THREADS, report)
     if report_file:
         write_file(report_file, found.report.to_html().encode())
     if as_json:

@@ -72,7 +72,7 @@ def verify(folder: BundleFolder, split: Split, precision: str, runtime: Runtime,
         "bundle": bundle,
         "data": facts,
         "runtime": runtime.name,
-        "machine": machine(),
+        "machine": machine(runtime=runtime.name),
     }
     report = Report(
         title=f"{manifest.name} {manifest.version} against its checkpoints",

@@ -1,7 +1,7 @@
 """The hardware seam: what opens a graph here and runs it.
 
-`Runtime` and `Session` are protocols with three full implementations: `null` (no model, for tests and for
-trying the daemon), `onnx` (onnxruntime) and `tensorrt` (TensorRT, or TensorRT-RTX where a profile asks for it).
+`Runtime` and `Session` are protocols with four full implementations: `null` (no model, for tests and for trying
+the daemon), `onnx` (onnxruntime), `openvino` and `tensorrt` (TensorRT, or TensorRT-RTX where a profile asks for it).
 One is chosen by name at start; after that it is an object. All pass the contract suite in tests/contract.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeAlias, get_args
 from models.errors import ConfigError
 from models.spec import Array, ModelSpec
 
-RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "onnxruntime-cuda", "tensorrt", "tensorrt-rtx", "null"]
+RuntimeName: TypeAlias = Literal["onnxruntime-cpu", "onnxruntime-cuda", "openvino", "tensorrt", "tensorrt-rtx", "null"]
 
 
 class Session(Protocol):
@@ -66,13 +66,15 @@ def choose(
     prepared: Path | None = None,
     gpu_memory_bytes: int = 0,
     gpu_only: bool = False,
+    concurrency: int = 1,
 ) -> WorkerRuntime:
     """The runtime of that name; only its own libraries are imported.
 
     `engines` are the folders with the plans of a bundle, for a runtime that runs compiled ones; in `prepared` one that
     optimises graphs for the CPU as it opens them keeps what it made. With a limit, all runs of all sessions together
-    may take that much memory beside the weights; those of TensorRT have none yet. `gpu_memory_bytes` is a second limit
-    for onnxruntime-cuda, which with `gpu_only` refuses graphs that need the CPU.
+    may take that much memory beside the weights; those of TensorRT and OpenVINO have none. `gpu_memory_bytes` is a
+    second limit for onnxruntime-cuda, which with `gpu_only` refuses graphs that need the CPU. openvino computes
+    `concurrency` runs of a graph at once.
     Raises ConfigError for unknown names and missing libraries.
     """
     if name == "onnxruntime-cpu":
@@ -84,6 +86,10 @@ def choose(
 
         limits = [limit for limit in (run_limit_bytes, gpu_memory_bytes) if limit]
         return OnnxCudaRuntime(min(limits, default=0), gpu_only=gpu_only)
+    if name == "openvino":
+        from appliance.runtime.openvino import OpenVinoRuntime  # noqa: PLC0415 - a worker loads one runtime only
+
+        return OpenVinoRuntime(concurrency, prepared)
     if name in {"tensorrt", "tensorrt-rtx"}:
         from appliance.runtime.tensorrt import TensorRtRuntime  # noqa: PLC0415 - a worker loads one runtime only
 

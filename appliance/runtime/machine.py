@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import platform
@@ -20,9 +21,9 @@ _FEATURES = ("flags", "Features")
 
 
 def machine(cpuinfo: str | None = None, runtime: str = "onnxruntime-cpu") -> dict[str, str]:
-    """What must be the same for measurements to be comparable: the processor, and onnxruntime's version.
+    """What must be the same for measurements to be comparable: the processor, and the runtime's version.
 
-    Of another runtime its name: what a CPU took says nothing about the time that a GPU takes.
+    Of one that runs on no CPU its name: what a CPU took says nothing about the time that a GPU takes.
 
     One name covers several processors, and a virtual machine may hide some of a processor's instructions:
     so what the kernel numbers (x86 and ARM each in its way) counts, and a digest of the instructions it lists.
@@ -32,14 +33,15 @@ def machine(cpuinfo: str | None = None, runtime: str = "onnxruntime-cpu") -> dic
     for key in _FEATURES:
         if key in facts:
             found["features"] = hashlib.sha256(facts[key].encode()).hexdigest()[:12]
-    return found | ({"onnxruntime": _onnxruntime()} if runtime == "onnxruntime-cpu" else {"runtime": runtime})
+    return found | _software(runtime)
 
 
-def _onnxruntime() -> str:
-    try:
-        return version("onnxruntime")
-    except PackageNotFoundError:  # the package for CUDA stands in its place, and computes on the CPU as well
-        return version("onnxruntime-gpu")
+def _software(runtime: str) -> dict[str, str]:
+    # onnxruntime's package for CUDA stands in the place of the other, and computes on the CPU as well
+    for package in {"onnxruntime-cpu": ("onnxruntime", "onnxruntime-gpu"), "openvino": ("openvino",)}.get(runtime, ()):
+        with contextlib.suppress(PackageNotFoundError):
+            return {package.removesuffix("-gpu"): version(package)}
+    return {"runtime": runtime}
 
 
 def cpu_name(cpuinfo: str | None = None) -> str:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
-import mmap
-import os
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
-from appliance.runtime.machine import machine
+from appliance.runtime.prepared import Prepared, digest
 from models.errors import BadInput, BundleError, ConfigError, InsufficientMemory, ModelError
 from models.spec import Array, ModelSpec, TensorSpec
 
@@ -51,70 +46,6 @@ for the detector, against 156 MB where it grows from 2 MiB."""
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
-_KEPT = 32
-"""Prepared graphs; those that were not opened for longest go."""
-
-
-class Prepared:
-    """Graphs as onnxruntime has optimised them for this machine, kept because that is half the work of opening one.
-
-    A file is named `<digest of what it was made of and for>.<digest of its content>`: a damaged or half written one is
-    found out, and one of another graph, machine or onnxruntime is not found at all. Graphs go by their sha256.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Keep them in `folder`, which is made when it is missing."""
-        self._folder = folder
-
-    def find(self, graph: str) -> Path | None:
-        """What `graph` was made into; None where that is not known, or damaged."""
-        for path in self._folder.glob(f"{self._key(graph)}.*"):
-            with contextlib.suppress(OSError):
-                if path.suffix == f".{_digest_of(path)}":
-                    os.utime(path)
-                    return path
-        return None
-
-    @contextlib.contextmanager
-    def making(self, graph: str) -> Iterator[Path]:
-        """A path to write to what `graph` is made into; kept when the context ends well. Raises OSError."""
-        key = self._key(graph)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        fresh = self._folder / f".{uuid.uuid4().hex}"
-        try:
-            yield fresh
-            for old in self._folder.glob(f"{key}.*"):
-                old.unlink(missing_ok=True)
-            fresh.replace(self._folder / f"{key}.{_digest_of(fresh)}")
-        finally:
-            fresh.unlink(missing_ok=True)
-        known = sorted(self._folder.glob("*.*"), key=lambda path: path.stat().st_mtime)
-        for old in known[:-_KEPT]:
-            old.unlink(missing_ok=True)
-
-    def _key(self, graph: str) -> str:
-        return _digest(_here() + graph.encode())
-
-
-@lru_cache
-def _here() -> bytes:
-    """What a prepared graph is good for."""
-    return json.dumps(machine()).encode()
-
-
-def _digest(content: bytes | mmap.mmap) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    """The digest of a file that is not copied into memory for it; of an empty one that of nothing."""
-    with path.open("rb") as file:
-        if not os.fstat(file.fileno()).st_size:
-            return _digest(b"")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _digest(content)
-
-
 class OnnxRuntime:
     """onnxruntime on the CPU.
 
@@ -139,7 +70,7 @@ class OnnxRuntime:
 
         What graphs are made into is kept in the folder `prepared`, where one is given.
         """
-        self._prepared = Prepared(prepared) if prepared else None
+        self._prepared = Prepared(prepared, self.name) if prepared else None
         self._shared, self._provider_options = run_limit_bytes > 0, dict(provider_options or {})
         if self._shared:
             info = ort.OrtMemoryInfo(self._memory, ort.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, ort.OrtMemType.DEFAULT)
@@ -186,7 +117,7 @@ class OnnxRuntime:
     def _make(self, graph: bytes, threads: int, few_shapes: bool) -> ort.InferenceSession:
         if self._prepared:
             options = self._options(threads, few_shapes)
-            with contextlib.suppress(Exception), self._prepared.making(_digest(graph)) as path:  # shows again below
+            with contextlib.suppress(Exception), self._prepared.making(digest(graph)) as path:  # shows again below
                 options.optimized_model_filepath = str(path)
                 return self._session(graph, options)
         return self._session(graph, self._options(threads, few_shapes))
@@ -336,3 +267,21 @@ def _tensor_spec(node: ort.NodeArg) -> TensorSpec:
         raise BundleError(msg)
     shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
     return TensorSpec(node.name, datatype, shape)
+
+
+def inlined(graph: bytes) -> bytes:
+    """The graph with its model-local functions inlined, which onnxruntime does before all else; nothing more is done.
+
+    For a runtime that knows no functions. Raises BundleError when it cannot be loaded.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.optimized_model_filepath = str(Path(folder, "graph"))
+        options.log_severity_level = 4
+        try:
+            ort.InferenceSession(graph, options, providers=[_CPU])
+            return Path(options.optimized_model_filepath).read_bytes()
+        except Exception as error:
+            msg = f"onnxruntime cannot load this graph: {_first_line(error)}"
+            raise BundleError(msg) from error

@@ -3,20 +3,25 @@
 A further runtime joins by a line in `CASES`: how to make a graph that gives its one input `x`,
 FP32 [any, any], back as `y`. TensorRT joins with a stand-in for its library and for the driver, onnxruntime on CUDA
 with one for its provider.
+Past 400 lines because what only one runtime can show stands beside what all promise.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from doubles import cuda_provider
-from onnx import helper
+from onnx import helper, numpy_helper
 from support import engines
 
 from appliance.runtime import Runtime, Session, choose
@@ -46,9 +51,11 @@ class Case:
     layout: str = ""
 
 
-CASES = [
+OPENVINO = pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="OpenVINO has no wheel for this machine")
+CASES: list[Any] = [
     Case("onnxruntime-cpu", onnx_graph("Identity")),
     Case("onnxruntime-cuda", onnx_graph("Identity")),
+    pytest.param(Case("openvino", onnx_graph("Identity")), marks=OPENVINO),
     Case("null", b"{}", "NC"),
     Case("tensorrt", onnx_graph("Identity")),
 ]
@@ -90,7 +97,7 @@ def test_a_runtime_is_chosen_by_the_name_it_answers_to(runtime: Runtime, case: C
 def test_an_unknown_runtime_is_refused_with_those_that_exist() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, onnxruntime-cuda, tensorrt, tensorrt-rtx, null",
+        match=r"there is no runtime 'cuda13'; known: onnxruntime-cpu, onnxruntime-cuda, openvino, tensorrt",
     ):
         choose("cuda13")
 
@@ -308,6 +315,95 @@ def test_cuda_takes_no_more_of_the_card_than_the_smaller_limit(
     assert onnxruntime.preloaded
     assert {options.get("gpu_mem_limit") for options in (*onnxruntime.given, *onnxruntime.arenas)} == {limit}
     assert {options["device_id"] for options in onnxruntime.given} == {"0"}
+
+
+# What only OpenVINO can show: what it would compute in fewer bits than asked, and functions, which it does not know.
+
+
+@OPENVINO
+def test_openvino_loads_no_telemetry() -> None:
+    script = """
+import sys
+from appliance.runtime import choose
+choose("openvino")
+sys.exit(any("telemetry" in name for name in sys.modules))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@OPENVINO
+@pytest.mark.parametrize("kind", ["DOUBLE", "UINT64", "UINT32", "STRING", "BFLOAT16"])
+def test_openvino_refuses_graphs_of_types_that_it_would_cut_or_cannot_give(kind: str) -> None:
+    with pytest.raises(BundleError, match=r"tensor 'x' has type \w+, which openvino cannot serve without loss"):
+        choose("openvino").open(onnx_graph("Identity", kind=getattr(onnx.TensorProto, kind)), threads=1)
+
+
+@OPENVINO
+def test_openvino_refuses_whole_numbers_that_it_would_cut_to_32_bits() -> None:
+    session = choose("openvino").open(onnx_graph("Identity", kind=onnx.TensorProto.INT64), threads=1)
+    with pytest.raises(BadInput, match="input 'x' holds numbers over 32 bits, which openvino would cut"):
+        session.run({"x": np.array([[2**40]])})
+    assert session.run({"x": np.array([[-(2**31), 2**31 - 1]])})["y"].tolist() == [[-(2**31), 2**31 - 1]]
+
+
+@OPENVINO
+def test_openvino_runs_graphs_with_functions_of_our_own() -> None:
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("appliance", 1)]
+    double = helper.make_function(
+        "appliance", "Double", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], opsets[:1]
+    )
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None]) for name in ("x", "y")]
+    nodes = [helper.make_node("Double", ["x"], ["y"], domain="appliance")]
+    graph = helper.make_graph(nodes, "double", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=opsets, functions=[double], ir_version=8)
+    session = choose("openvino").open(model.SerializeToString(), threads=1)
+    assert session.run({"x": matrix()})["y"].tolist() == (2 * matrix()).tolist()
+
+
+@OPENVINO
+def test_openvino_says_that_the_model_failed_and_runs_again() -> None:
+    node = helper.make_node("MatMul", ["x", "x"], ["y"])
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None]) for name in ("x", "y")]
+    graph = helper.make_graph([node], "square", ends[:1], ends[1:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = choose("openvino", concurrency=2).open(model.SerializeToString(), threads=1)
+    with pytest.raises(ModelError, match="the model failed"):
+        session.run({"x": matrix(2, 3)})
+    assert session.run({"x": np.eye(2, dtype=np.float32)})["y"].tolist() == [[1, 0], [0, 1]]
+
+
+@OPENVINO
+def test_openvino_adds_without_overflow_what_is_quantized() -> None:
+    def quantized(name: str, kind: int) -> list[onnx.NodeProto]:
+        ends = [name, "scale", "zero_u8" if kind == onnx.TensorProto.UINT8 else "zero_i8"]
+        return [
+            helper.make_node("QuantizeLinear", ends, [f"{name}_q"]),
+            helper.make_node("DequantizeLinear", [f"{name}_q", *ends[1:]], [f"{name}_d"]),
+        ]
+
+    constants = [
+        numpy_helper.from_array(np.full((8, 64, 1, 1), 127, np.float32), "w"),
+        numpy_helper.from_array(np.float32(1), "scale"),
+        numpy_helper.from_array(np.uint8(0), "zero_u8"),
+        numpy_helper.from_array(np.int8(0), "zero_i8"),
+    ]
+    nodes = [
+        *quantized("x", onnx.TensorProto.UINT8),
+        *quantized("w", onnx.TensorProto.INT8),
+        helper.make_node("Conv", ["x_d", "w_d"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None] * 4) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "quantized", ends[:1], ends[1:], constants)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    session = choose("openvino").open(model.SerializeToString(), threads=1)
+    y_NCHW = session.run({"x": np.full((1, 64, 4, 4), 255, np.float32)})["y"]
+    assert (y_NCHW == 64 * 127 * 255).all()
+
+
+def test_openvino_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with pytest.raises(ConfigError, match=r"openvino cannot be loaded .*: install edge-appliance\[openvino\]"):
+        choose("openvino")
 
 
 def test_null_takes_the_time_it_was_told_and_no_impossible_one() -> None:

@@ -123,8 +123,8 @@ def test_the_variable_that_client_commands_read_does_not_stop_the_daemon(
         ("device_id = '#'", "device_id: "),
         ("precision = 'int4'", "precision: Input should be 'auto', 'fp32' or 'int8'"),
         (
-            "runtime = 'openvino'",
-            "runtime: Input should be 'onnxruntime-cpu', 'onnxruntime-cuda', 'tensorrt', 'tensorrt-rtx' or 'null'",
+            "runtime = 'tvm'",
+            "runtime: Input should be 'onnxruntime-cpu', 'onnxruntime-cuda', 'openvino', 'tensorrt', ",
         ),
         ("clock = {assume_synced = 'perhaps'}", "clock.assume_synced: "),
     ],
