@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.daemon import Daemon
+from support.daemon import Daemon, StartDaemon
 from typing_extensions import Self
 
 from appliance.adapters.access import Rules
@@ -81,19 +81,36 @@ NOT_ASKED = {
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_running_daemon_answers_whatever_the_document_allows_and_forbids_as_it_says(tiny_daemon: Daemon) -> None:
-    headers = tiny_daemon.authorized("admin")
-    document = schemathesis.openapi.from_url(f"{tiny_daemon.url}/openapi.json", headers=headers)
-    documented = Documented(document, headers, ["linear", "text", "pair", "blank"])
+def test_a_running_daemon_answers_whatever_its_document_allows_and_forbids_as_it_says(tiny_daemon: Daemon) -> None:
+    statuses = _answers(tiny_daemon, "/openapi.json", ["linear", "text", "pair", "blank"])
+    assert min(statuses[200], statuses[400]) > 20
+    assert {worker["restarts"] for worker in tiny_daemon.status()["workers"]} == {0}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_running_home_of_a_fleet_answers_whatever_its_document_allows_and_forbids_as_it_says(
+    start_daemon: StartDaemon,
+) -> None:
+    home = start_daemon("--role", "upstream").wait_serving()
+    statuses = _answers(home, "/v1/fleet/openapi.json", [])
+    assert min(statuses[200], statuses[400]) > 20
+    home.stop()
+
+
+def _answers(daemon: Daemon, document: str, models: Sequence[str]) -> Counter[int]:
+    """How often a daemon has answered with what status; none of it was another than documented."""
+    headers = daemon.authorized("admin")
+    found = schemathesis.openapi.from_url(f"{daemon.url}{document}", headers=headers)
+    documented = Documented(found, headers, models)
     for operation in documented.operations:
         if operation.path not in NOT_ASKED:
             for mode in GenerationMode:
                 if mode is GenerationMode.POSITIVE or operation.body or operation.query:
                     _answers_as_documented(documented, operation.as_strategy(mode))
-    assert min(documented.statuses[200], documented.statuses[400]) > 20
     assert 500 not in documented.statuses
-    assert {worker["restarts"] for worker in tiny_daemon.status()["workers"]} == {0}
-    assert tiny_daemon.http.get("/v2/health/live").json() == {"live": True}
+    assert daemon.http.get("/v2/health/live").json() == {"live": True}
+    return documented.statuses
 
 
 def _answers_as_documented(documented: Documented, cases: st.SearchStrategy[Case]) -> None:
