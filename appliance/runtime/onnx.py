@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -267,21 +266,3 @@ def _tensor_spec(node: ort.NodeArg) -> TensorSpec:
         raise BundleError(msg)
     shape = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in node.shape)
     return TensorSpec(node.name, datatype, shape)
-
-
-def inlined(graph: bytes) -> bytes:
-    """The graph with its model-local functions inlined, which onnxruntime does before all else; nothing more is done.
-
-    For a runtime that knows no functions. Raises BundleError when it cannot be loaded.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.optimized_model_filepath = str(Path(folder, "graph"))
-        options.log_severity_level = 4
-        try:
-            ort.InferenceSession(graph, options, providers=[_CPU])
-            return Path(options.optimized_model_filepath).read_bytes()
-        except Exception as error:
-            msg = f"onnxruntime cannot load this graph: {_first_line(error)}"
-            raise BundleError(msg) from error

@@ -1,4 +1,4 @@
-"""OpenVINO behind the seam, for x86 hosts. The only file of the daemon that imports it, by its name."""
+"""OpenVINO behind the seam, for x86 hosts. The only file of the daemon that imports it, or onnx, each by its name."""
 
 from __future__ import annotations
 
@@ -34,13 +34,22 @@ _CONVERTER = "openvino.tools.ovc"
 """Imported with the library where it can be: it loads a client of telemetry, and takes as long as all the rest."""
 
 
-def _library() -> Any:  # noqa: ANN401 - the library is untyped
+def _library(name: str) -> Any:  # noqa: ANN401 - the libraries are untyped
     sys.modules.setdefault(_CONVERTER, None)  # type: ignore[arg-type] # what makes an import of it fail
     try:
-        return importlib.import_module("openvino")
+        return importlib.import_module(name)
     except ImportError as error:
-        msg = f"openvino cannot be loaded ({error}): install edge-appliance[openvino], or choose another runtime"
+        msg = f"{name} cannot be loaded ({error}): install edge-appliance[openvino], or choose another runtime"
         raise ConfigError(msg) from error
+
+
+def _inlined(graph: bytes) -> bytes:
+    """The graph without model-local functions, which OpenVINO does not know.
+
+    onnxruntime inlines them as well, but takes HardSwish apart with them, which cost the recogniser a third.
+    """
+    model = _library("onnx").load_model_from_string(graph)
+    return bytes(_library("onnx.inliner").inline_local_functions(model).SerializeToString())
 
 
 class OpenVinoRuntime:
@@ -54,20 +63,18 @@ class OpenVinoRuntime:
 
         What graphs are made into is kept in the folder `prepared`, where one is given.
         """
-        self._library, self._concurrency = _library(), concurrency
+        self._library, self._concurrency = _library("openvino"), concurrency
         self._prepared = Prepared(prepared, self.name) if prepared else None
         self._core = self._library.Core()
         self._sessions: weakref.WeakSet[OpenVinoSession] = weakref.WeakSet()
 
     def open(self, graph: bytes, *, threads: int, few_shapes: bool = True) -> OpenVinoSession:  # noqa: ARG002
         """Open a graph; it computes in FP32 whatever the processor offers, in one order on one thread."""
-        from appliance.runtime.onnx import inlined  # noqa: PLC0415 - not needed for what was opened before
-
         try:
-            model = self._core.read_model(inlined(graph))
+            model = self._core.read_model(_inlined(graph))
             compiled = [self._core.compile_model(model, "CPU", _options(threads)) for _ in range(self._concurrency)]
             session = self._opened(compiled)
-        except BundleError:
+        except (BundleError, ConfigError):
             raise
         except Exception as error:  # the library raises RuntimeError for whatever it does not like
             msg = f"openvino cannot load this graph: {_reason(error)}"
