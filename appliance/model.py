@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -38,8 +36,6 @@ _MOST_TRIED_ELEMENTS = 2**24
 """A guess that needs more than this is no request that anybody sends, and could take all memory there is."""
 _PIXEL_BYTES = 3
 """Of a decoded picture."""
-_GOES_ON_S = 0.5
-"""A run that waits for others of its worker has not hung."""
 _MEASURE_RUNS = 10
 _MEASURE_S = 0.25
 """For all precisions of one graph together: whoever starts a daemon waits for it."""
@@ -85,9 +81,6 @@ class Model:
         else:
             self._task = tasks.make(TaskSpec("tensors"), [])
             self._open_bare(Path(order.onnx), spoiled=order.spoiled)
-        self._pictorial = {name for name, spec in self._specs.items() if len(self._specs) > 1 and not _few_shapes(spec)}
-        """Graphs that see whole pictures, where there are others as well."""
-        self._turns = threading.Semaphore(max(order.concurrency // 2, 1))
         peak_bytes = gauge.peak_bytes()
         self.trim()
         self.memory: Memory | None = None
@@ -162,12 +155,8 @@ class Model:
         """Answer for each encoded picture of a BYTES tensor, as JSON; `goes_on` is called after each computed graph."""
         timing_ms = {"decode": 0.0, "inference": 0.0, "processing": 0.0}
 
-        def in_turn(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-            with self._turn(graph, goes_on):
-                return run_finite(self._session(graph), inputs)
-
         def run(graph: str, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-            answers, inference_ms = _timed(lambda: in_turn(graph, inputs))
+            answers, inference_ms = _timed(lambda: run_finite(self._session(graph), inputs))
             timing_ms["inference"] += inference_ms
             goes_on()
             return answers
@@ -182,22 +171,6 @@ class Model:
 
         results = np.array([answer(content) for content in pictures.to_array()], dtype=np.object_)
         return [Tensor.from_array("result", results)], timing_ms
-
-    @contextlib.contextmanager
-    def _turn(self, graph: str, goes_on: Callable[[], None]) -> Iterator[None]:
-        """Around a run of one graph of a picture's task: those that see whole pictures take turns.
-
-        Their runs are what takes memory, and half of what runs at a time may as well be at the other graphs.
-        """
-        if graph not in self._pictorial:
-            yield
-            return
-        while not self._turns.acquire(timeout=_GOES_ON_S):
-            goes_on()  # it is another's run that has to end
-        try:
-            yield
-        finally:
-            self._turns.release()
 
     def prove(self, goes_on: Callable[[], None]) -> None:
         """Answer the golden vectors again; raises BundleError or ModelError when that is not right.

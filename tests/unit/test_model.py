@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 from support import tiny
@@ -18,7 +14,6 @@ from appliance.model import Model, allowed
 from models.bundle import Blob, Manifest
 from models.errors import BundleError
 from models.folder import BundleFolder, pack_arrays, write_bundle
-from models.spec import Array, Tensor, pack_bytes
 
 pytestmark = pytest.mark.unit
 
@@ -66,34 +61,6 @@ def test_a_precision_is_served_where_it_passed_the_gate_and_float_where_it_did_n
 ) -> None:
     graph = folder.manifest.graphs["det"]
     assert allowed(replace(graph, variants=dict.fromkeys(passed, graph.variants["fp32"])), precision) == may
-
-
-@pytest.mark.parametrize(("graphs", "most"), [(("det", "rec"), 1), (("det",), 2)])
-def test_graphs_that_see_whole_pictures_take_turns_where_there_is_something_else_to_compute(
-    folder: BundleFolder, monkeypatch: pytest.MonkeyPatch, graphs: tuple[str, ...], most: int
-) -> None:
-    manifest = replace(folder.manifest, graphs=dict.fromkeys(graphs, folder.manifest.graphs["det"]))
-    model = Model(replace(order(rewritten(folder, manifest)), concurrency=2))
-    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
-
-    def run(_session: object, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
-        begun.release()
-        assert go_on.acquire(timeout=20)
-        return {"y": np.zeros_like(inputs["x"][:, :1])}
-
-    monkeypatch.setattr("appliance.model.run_finite", run)
-    pictures = Tensor("image", "BYTES", (1,), pack_bytes([cv2.imencode(".png", np.zeros((32, 32, 3)))[1].tobytes()]))
-    waiting = threading.Event()
-    with ThreadPoolExecutor(2) as pool:
-        pages = [pool.submit(model.predict, pictures, waiting.set) for _ in range(2)]
-        for _ in range(most):
-            assert begun.acquire(timeout=20)
-        if most == 1:
-            assert waiting.wait(20)  # whoever waits says that it has not hung ...
-            assert not begun.acquire(blocking=False)  # ... and has not begun
-        for _ in pages:
-            go_on.release()
-        assert all(page.result(20)[0] for page in pages)
 
 
 def test_of_two_precisions_that_take_the_same_time_float_serves_and_both_times_are_told(folder: BundleFolder) -> None:
