@@ -64,6 +64,7 @@ MOST_PICTURES = 16
 _PLATFORMS = {
     "onnxruntime-cpu": "onnx_onnxv1",
     "onnxruntime-cuda": "onnx_onnxv1",
+    "openvino": "onnx_onnxv1",
     "tensorrt": "tensorrt_plan",
     "tensorrt-rtx": "tensorrt_plan",
 }
