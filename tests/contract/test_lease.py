@@ -83,7 +83,7 @@ def test_what_the_gpu_of_a_jetson_holds_more_counts_as_its_only_workers_which_is
 
     async def scenario() -> None:
         nonlocal held_bytes
-        keeper = Keeper(bundles, Rules(BUDGET_BYTES, Bounds(0, 0), sample_s=0.02, spare=False), sample=sample)
+        keeper = Keeper(bundles, Rules(models * BUDGET_BYTES, Bounds(0, 0), sample_s=0.02, spare=False), sample=sample)
         service = Service(bundles, device_id="d", facts=dict, keeper=keeper)
         service.start()
         for bundle in bundles:
