@@ -19,7 +19,7 @@ import bisect
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -198,7 +198,7 @@ class Sample:
 
 
 def batch(data: object) -> Batch:
-    """What a device sent, from plain data; raises SchemaError."""
+    """What a device sent, from plain data, each part as far as a row holds it; raises SchemaError, RecursionError."""
     read: Batch = _read(Batch, data)
     for name in ("batch_id", "device_id", "incarnation"):
         _check(name, getattr(read, name), lambda value: 0 < len(value) <= LONGEST_ID, f"1 to {LONGEST_ID} characters")
@@ -206,15 +206,21 @@ def batch(data: object) -> Batch:
     for i, item in enumerate(read.items):
         _check(f"items[{i}].number", item.number, lambda value: 0 < value < 2**63, "above 0 and below 2^63")
         _check(f"items[{i}].kind", item.kind, KINDS.__contains__, f"one of {', '.join(KINDS)}")
-        if item.kind != "sample":
-            check_row(f"items[{i}].payload", item.payload)
-    check_row("state", read.state or {})
-    return read
+    # A device of a version before does not shorten: if it were refused, it would never be heard again.
+    items = tuple(
+        item if item.kind == "sample" else replace(item, payload=row(f"items[{i}].payload", item.payload))
+        for i, item in enumerate(read.items)
+    )
+    return replace(read, items=items, state=None if read.state is None else row("state", read.state))
 
 
-def check_row(name: str, content: Mapping[str, Any]) -> None:
-    """Raise SchemaError, and RecursionError, for what is more than a row may hold."""
-    _check(name, _size_bytes(content), lambda size: size <= ROW_BYTES, f"at most {ROW_BYTES} bytes")
+def row(name: str, content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """As much of a payload or a state as a row may hold; raises SchemaError where that is nothing, RecursionError."""
+    short = shortened(content)
+    if short is None:
+        msg = f"{name} must be at most {ROW_BYTES} bytes, and nothing of it can be cut: send fewer keys"
+        raise SchemaError(msg)
+    return short
 
 
 def shortened(content: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -46,7 +46,7 @@ class Database:
         except (ArgumentError, NoSuchModuleError, ModuleNotFoundError) as error:
             raise ConfigError(_unusable(url, error)) from error
         # SQLite has whoever waits for another writer look again and again, up to 100 ms later.
-        self._turn = contextlib.nullcontext() if self.is_shared else threading.Lock()
+        self._turns = threading.Semaphore(_CONNECTIONS if self.is_shared else 1)
         try:
             self._migrate()
         except (DBAPIError, OSError, ValueError) as error:
@@ -74,10 +74,15 @@ class Database:
 
         A commit whose answer was lost may have happened all the same.
         """
-        with self._turn, _reached(), self._engine.connect() as plain:
-            connection = plain.execution_options(writes=True)
-            with connection.begin():
-                yield connection
+        if not self._turns.acquire(timeout=_WAIT_S):
+            raise Unavailable("the database is busy with other changes: retry shortly", _RETRY_S)
+        try:
+            with _reached(), self._engine.connect() as plain:
+                connection = plain.execution_options(writes=True)
+                with connection.begin():
+                    yield connection
+        finally:
+            self._turns.release()
 
     def insert(self, table: Table) -> Any:  # noqa: ANN401 - two classes with the same face and no common base for it
         """An insert with the clauses `on_conflict_do_nothing` and `on_conflict_do_update`."""

@@ -46,6 +46,8 @@ _MOST_NAMES = 64
 """Groups, labels or pins of one device."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,127}")
 _MOST_ENVELOPES = 10_000
+_AT_ONCE = 5000
+"""Rows that are deleted in one transaction, and those of the same moment as the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,23 +319,35 @@ class Fleet:
     def _thin_out(self, those: ColumnElement[bool], at: Column[float], keep: Bound) -> int:
         """Delete of `those` rows what is more than is kept, by the time in their column `at`; how many rows.
 
-        What that is, is looked for before: while a transaction writes, devices wait.
+        Device by device first: what one device told too much must not push out what others did.
         """
-        device, surplus = at.table.c.device_id, list[ColumnElement[bool]]()
+        device, gone = at.table.c.device_id, 0
         if keep.age_s is not None:
-            surplus.append(at < self._now() - keep.age_s)
+            gone += self._delete(and_(those, at < self._now() - keep.age_s), at)
+        if keep.of_device:
+            crowded = select(device).where(those).group_by(device).having(func.count() > keep.of_device)
+            with self._database.reading() as tx:
+                names = tx.execute(crowded).scalars().all()
+            gone += sum(self._keep_latest(and_(those, device == name), at, keep.of_device) for name in names)
+        return gone + (self._keep_latest(those, at, keep.rows) if keep.rows else 0)
+
+    def _keep_latest(self, those: ColumnElement[bool], at: Column[float], most: int) -> int:
+        latest = select(at).where(those).order_by(at.desc())
         with self._database.reading() as tx:
-            parts = [(true(), keep.rows)] if keep.rows else []
-            if keep.of_device:
-                crowded = select(device).where(those).group_by(device).having(func.count() > keep.of_device)
-                parts += [(device == name, keep.of_device) for name in tx.execute(crowded).scalars()]
-            for part, most in parts:
-                latest = select(at).where(those, part).order_by(at.desc())
-                oldest = tx.execute(latest.offset(most - 1).limit(1)).scalar_one_or_none()
-                if oldest is not None:
-                    surplus.append(and_(part, at < oldest))
-        with self._database.writing() as tx:
-            return sum(tx.execute(delete(at.table).where(those, which)).rowcount for which in surplus)
+            oldest = tx.execute(latest.offset(most - 1).limit(1)).scalar_one_or_none()
+        return 0 if oldest is None else self._delete(and_(those, at < oldest), at)
+
+    def _delete(self, those: ColumnElement[bool], at: Column[float]) -> int:
+        """Delete rows, the oldest first and not too many in one transaction: while it writes, devices wait."""
+        gone = 0
+        while True:
+            with self._database.reading() as tx:
+                until = tx.execute(select(at).where(those).order_by(at).offset(_AT_ONCE).limit(1)).scalar_one_or_none()
+            with self._database.writing() as tx:
+                part = those if until is None else and_(those, at <= until)
+                gone += tx.execute(delete(at.table).where(part)).rowcount
+            if until is None:
+                return gone
 
 
 def _chosen(group: str, label: str) -> Select[Any]:

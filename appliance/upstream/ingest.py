@@ -313,7 +313,7 @@ class Ingest:
             return
         if not isinstance(document, dict):
             return
-        sync.check_row(topic, document)
+        document = sync.row(topic, document)
         if not retained:
             tx.execute(update(t.devices).where(ours).values(last_seen=now))
         if topic == "state":

@@ -17,7 +17,7 @@ import orjson
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import func, select, text
+from sqlalchemy import Engine, event, func, select, text
 from support.postgres import POSTGRES, Cluster
 from support.reporting import Reporter, deployment, order, running
 
@@ -28,8 +28,8 @@ from appliance.upstream.database import Database
 from appliance.upstream.fleet import Bound, Fleet, Keeping
 from appliance.upstream.ingest import Ingest
 from appliance.upstream.samples import Samples
-from models import schema
-from models.errors import BadInput, ConfigError, Conflict, Forbidden, NotFound, Unauthenticated
+from models import schema, sync
+from models.errors import BadInput, ConfigError, Conflict, Forbidden, NotFound, Unauthenticated, Unavailable
 from models.sync import ROW_BYTES, Answer, Batch, Opinion, Part, Sample
 
 pytestmark = pytest.mark.contract
@@ -40,6 +40,8 @@ MONTH = Bound(30 * DAY_S, 1000, 1000)
 KEEP = Keeping(MONTH, MONTH, MONTH, lives=Bound(of_device=3), doings=Bound(of_device=7), actions=Bound())
 NESTED = b'{"a": %b%b}' % (b"[" * 300, b"]" * 300)
 """JSON that orjson reads and does not write."""
+WIDE = b", ".join(b'"%d": 1' % n for n in range(ROW_BYTES // 8))
+"""Inside of a JSON object: more than a row holds, and no part of it is large."""
 
 
 @dataclass
@@ -150,6 +152,19 @@ def test_an_address_that_cannot_be_used_is_refused_without_its_password(address:
     with pytest.raises(ConfigError, match=why) as refused:
         Database(address)
     assert "secret" not in str(refused.value)
+
+
+def test_who_waits_too_long_for_another_that_writes_is_told_so(
+    tmp_path: Path, shaped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.upstream.database._WAIT_S", 0.05)
+    shutil.copy(shaped, tmp_path / "upstream.db")
+    database = Database(f"sqlite:///{tmp_path / 'upstream.db'}")
+    with database.writing(), pytest.raises(Unavailable, match="busy"), database.writing():
+        pass
+    with database.writing() as tx:
+        tx.execute(select(t.items))
+    database.close()
 
 
 # Exactly once
@@ -757,8 +772,8 @@ def test_a_message_that_cannot_be_kept_keeps_no_other_from_being_taken(upstream:
             ("d", "deployments", b'{"verdicts": 1, "started_at": []}', 0, False),
             ("x" * 200, "telemetry", b"{}", 0, False),  # PostgreSQL takes no such name
             ("d", "telemetry", NESTED, 0, False),
-            ("d", "telemetry", b'{"at": 1, "text": "%b"}' % (b"x" * ROW_BYTES), 0, False),
-            ("d", "state", b'{"ready": true, "text": "%b"}' % (b"x" * ROW_BYTES), 0, False),
+            ("d", "telemetry", b'{"at": 1, %b}' % WIDE, 0, False),
+            ("d", "state", b'{"ready": true, %b}' % WIDE, 0, False),
             ("e", "state", orjson.dumps({**running("1"), "session": 1}), 1, False),
         ]
     )
@@ -777,6 +792,19 @@ def test_what_a_database_cannot_hold_is_refused_as_the_devices_fault(upstream: U
     if upstream.database.is_shared:
         with pytest.raises(BadInput, match="the database cannot hold that"):
             device.report()
+
+
+@pytest.mark.parametrize("by_mqtt", [False, True])
+def test_a_device_that_does_not_shorten_what_is_too_large_is_heard_all_the_same(
+    upstream: Upstream, by_mqtt: bool
+) -> None:
+    large = {**running("1"), "text": "x" * ROW_BYTES}
+    if by_mqtt:
+        upstream.ingest.told([("d", "state", orjson.dumps({**large, "session": 1}), 1, False)])
+    else:
+        device = upstream.device("d")
+        upstream.exchange(sync.batch(orjson.loads(orjson.dumps(schema.dump(replace(device.batch(), state=large))))))
+    assert upstream.fleet.device("d")["versions"]["m"]["version"] == "1"
 
 
 def test_what_can_be_read_but_not_written_again_is_refused_as_the_devices_fault(upstream: Upstream) -> None:
@@ -893,6 +921,45 @@ def test_more_telemetry_and_samples_than_are_kept_are_deleted_the_oldest_first(u
         kept = tx.execute(select(t.items.c.payload).where(t.items.c.kind == "telemetry")).scalars()
         assert sorted(row["i"] for row in kept) == [7, 8, 9]
     assert (upstream.rows(t.samples), upstream.rows(t.items)) == (4, 4)
+
+
+def test_a_device_that_tells_more_than_all_may_pushes_out_nothing_of_others(upstream: Upstream) -> None:
+    for name, count in (("good", 3), ("rogue", 20)):
+        device = upstream.device(name)
+        for i in range(count):
+            upstream.clock[0] += 1
+            device.tell("alarm", n=i)
+            device.report()
+    assert upstream.fleet.forget(replace(KEEP, history=Bound(rows=10, of_device=5)))["alarm"] == 15
+    told = [
+        event["payload"]["n"]
+        for name in ("good", "rogue")
+        for event in upstream.fleet.device(name)["timeline"]
+        if event["kind"] == "alarm"
+    ]
+    assert told == [2, 1, 0, 19, 18, 17, 16, 15]
+
+
+def test_what_is_deleted_leaves_others_to_write_in_between(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("appliance.upstream.fleet._AT_ONCE", 2)
+    device, deleted = upstream.device("d"), list[int]()
+    for i in range(8):
+        upstream.clock[0] += 1
+        device.tell("alarm", n=i)
+        device.report()
+    upstream.clock[0] += 31 * DAY_S
+
+    def count(_connection: Any, cursor: Any, statement: str, *_rest: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+        if statement.startswith("DELETE FROM items"):
+            deleted.append(cursor.rowcount)
+
+    event.listen(Engine, "after_cursor_execute", count)
+    try:
+        assert upstream.fleet.forget(KEEP)["alarm"] == 8
+    finally:
+        event.remove(Engine, "after_cursor_execute", count)
+    assert max(deleted) <= 3
+    assert upstream.rows(t.items) == 0
 
 
 def test_a_device_that_is_flashed_without_end_leaves_no_more_than_is_kept_and_pushes_out_nobody(

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.unit
 
 OFF_LOOPBACK = Rules(anonymous=False)
 FLEET = "/v1/fleet"
-LONG, DEEP = "x" * sync.ROW_BYTES, "[" * 1000 + "]" * 1000
+WIDE, DEEP = {str(n): n for n in range(20_000)}, "[" * 1000 + "]" * 1000
 
 
 class Server:
@@ -206,8 +206,8 @@ def test_what_is_no_batch_is_refused_and_why_is_said(server: Server) -> None:
         (batch(items=[nothing]), 400, "items[0].number must be"),
         (zstandard.compress(b" " * (sync.MOST_BYTES + 1)), 413, "over 4194304 bytes"),
         (batch(items=[nothing | {"number": i} for i in range(1, 258)]), 400, "at most 256"),
-        (batch(items=[nothing | {"number": 1, "payload": {"text": LONG}}]), 400, "payload must be at most 65536 bytes"),
-        (batch(state={"text": LONG}), 400, "state must be at most 65536 bytes"),
+        (batch(items=[nothing | {"number": 1, "payload": WIDE}]), 400, "payload must be at most 65536 bytes"),
+        (batch(state=WIDE), 400, "state must be at most 65536 bytes"),
         (zstandard.compress(json.dumps(batch(state={"deep": 0})).replace("0}", DEEP + "}").encode()), 400, "nested"),
     ):
         answer = server.sync(body, token)
