@@ -46,6 +46,8 @@ _RETIRE_REPLACED_S = 3600.0
 _SQUEEZE_IDLE_S = 5.0
 """Under the last step of pressure a model that rested so long is unloaded."""
 _SPARE = "spare worker"
+_ON_CPU = ("onnxruntime-cpu", "openvino")
+"""Runtimes that hold nothing on the GPU."""
 
 
 class ModelState(Enum):
@@ -725,13 +727,14 @@ class Keeper:
     def _judge(self, sample: Sample, now: float) -> None:
         """Do what the figures ask for."""
         self._seen = sample
-        gpu_bytes = sample.nvmap_bytes or 0
+        gpu_bytes, holders = sample.nvmap_bytes or 0, {lease.holder for lease in self.budget}
         for tenure in self._all:
             name, pid = tenure.tenant.name, tenure.supervisor.pid
             used_bytes = sample.process_bytes.get(pid) if pid else None
             # The GPU's pages are in no process's count, and no one can tell whose they are while there are several.
-            alone = sample.process_bytes.keys() == {pid}
-            tenure.gpu_floor_bytes = min(tenure.gpu_floor_bytes, gpu_bytes) if alone else gpu_bytes
+            alone = sample.process_bytes.keys() == {pid} and holders <= {name, _SPARE}
+            its_own = alone and (ready := tenure.supervisor.ready) and ready.runtime not in _ON_CPU
+            tenure.gpu_floor_bytes = min(tenure.gpu_floor_bytes, gpu_bytes) if its_own else gpu_bytes
             if used_bytes is None or tenure.lease is None or pid is None:
                 continue
             used_bytes += gpu_bytes - tenure.gpu_floor_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,6 +104,40 @@ def test_what_the_gpu_of_a_jetson_holds_more_counts_as_its_only_workers_which_is
             await service.infer(REQUEST)
             await samples(seen, 5)
             assert keeper.recycles == 1, "what stays held is not the next worker's"
+        await service.stop(5)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("other", ["engine of another", ""])
+def test_what_an_engine_being_built_or_a_camera_takes_of_the_gpu_replaces_no_worker_beside_it(
+    tmp_path: Path, other: str
+) -> None:
+    held_bytes, seen = 50 * MIB, list[int]()
+    order = wire.Open("null", "null", onnx=str(tiny.null_model(tmp_path / "null.json")))
+    bundle = Bundle([order], Limits(body_bytes=1024), manifest=None, on_ready=lambda _ready: None)
+
+    def sample(pids: Sequence[int]) -> Sample:
+        seen.append(held_bytes)
+        return Sample(nvmap_bytes=held_bytes, process_bytes=dict.fromkeys(pids, 30 * MIB))
+
+    async def scenario() -> None:
+        nonlocal held_bytes
+        keeper = Keeper([bundle], Rules(BUDGET_BYTES, Bounds(0, 0), sample_s=0.02, spare=False), sample=sample)
+        service = Service([bundle], device_id="d", facts=dict, keeper=keeper)
+        service.start()
+        await service.load("null")
+        ready = bundle.supervisor.ready
+        assert ready
+        if not other:  # a camera, beside a model that has nothing on the GPU
+            bundle.supervisor.ready = replace(ready, runtime="onnxruntime-cpu")
+        await samples(seen, 5)
+        async with keeper.lease(other, {"compile": 10 * MIB}) if other else contextlib.nullcontext():
+            held_bytes += 850 * MIB
+            await samples(seen, 5)
+        assert keeper.recycles == 0
+        await samples(seen, 5)
+        assert keeper.recycles == 0
         await service.stop(5)
 
     asyncio.run(scenario())
