@@ -23,13 +23,13 @@ NICE = 19
 """4.5 % of the share of those who compute where the processors are busy; less would make a load look like a hang."""
 
 
-def gently(call: Callable[[], T]) -> T:
-    """What `call` returns, or raises, on a thread of low priority."""
+def gently(call: Callable[[], T], nice: int = NICE) -> T:
+    """What `call` returns, or raises, on a thread whose priority is that many steps lower."""
     returned: list[T] = []
     raised: list[BaseException] = []
 
     def run() -> None:
-        os.nice(NICE)
+        os.nice(nice)
         try:
             returned.append(call())
         except BaseException as error:

@@ -25,7 +25,7 @@ from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot
 from appliance.core.budget import bucket_of
 from appliance.gauge import Meter, bound_heap
-from appliance.gently import gently
+from appliance.gently import NICE, gently
 from models.errors import ApplianceError, ModelError
 from models.spec import Tensor
 
@@ -88,14 +88,17 @@ class Worker:
         """
         bound_heap()
         with contextlib.suppress(Exception):  # it will happen again, where it can be told
-            _call(lambda: _load_libraries(runtime), gentle=gentle)
+            _call(lambda: _load_libraries(runtime), NICE if gentle else 0)
         data, (requests_fd, answers_fd) = wire.receive_with_fds(self._sock, 2)
         self._requests, self._answers = Arena(requests_fd), Arena(answers_fd)
         order, _payloads, _slots = wire.decode(data)
         if not isinstance(order, wire.Open):
             raise TypeError(order)
         try:
-            self._model: Model = _call(lambda: _open(order), gentle=order.gentle)
+            nice = NICE if order.gentle else 0
+            if order.runtime == "openvino":  # threads that it starts while it opens compute later, and keep this
+                nice = _BEHIND
+            self._model: Model = _call(lambda: _open(order), nice)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
             self._send([(self._model.describe(), ())])
@@ -326,8 +329,8 @@ def _size_bytes(parcels: Sequence[wire.Parcel]) -> int:
     return sum([memoryview(payload).nbytes for _message, payloads in parcels for payload in payloads])
 
 
-def _call(call: Callable[[], T], *, gentle: bool) -> T:
-    return gently(call) if gentle else call()
+def _call(call: Callable[[], T], nice: int) -> T:
+    return gently(call, nice) if nice else call()
 
 
 def _open(order: wire.Open) -> Model:

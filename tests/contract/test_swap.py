@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
 import signal
 import statistics
@@ -42,10 +43,9 @@ ROOM_FOR_ONE, ROOM_FOR_TWO = 270 * MIB, 2000 * MIB
 X = np.full((1, 3), 2, np.float32)
 
 
-def opened(folder: Path, *, null: bool = True) -> Bundle:
+def opened(folder: Path, runtime: str = "null") -> Bundle:
     """The bundle in `folder`."""
     manifest = BundleFolder(folder).manifest
-    runtime = "null" if null else "onnxruntime-cpu"
     order = wire.Open("scale", runtime, bundle=str(folder), digest=manifest.digest, concurrency=2)
     limits = Limits(body_bytes=1024, queue=1000)
     return Bundle([order], limits, manifest=manifest, on_ready=lambda _ready: None, file_bytes=1, folder=folder)
@@ -354,6 +354,22 @@ def test_the_next_version_is_loaded_at_a_low_priority_and_serves_at_that_of_the_
             await swapping
             await until(lambda: nices(pid).count(computing) == 2)
             assert nices(pid)[0] == usual
+
+    run(scenario)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("openvino"), reason="OpenVINO has no wheel for this machine")
+def test_threads_of_openvino_compute_at_the_same_priority_however_their_model_was_loaded(tmp_path: Path) -> None:
+    one, two = (tiny.scale_bundle(tmp_path / f"v{scale}", scale) for scale in (1, 2))
+
+    async def scenario() -> None:
+        computing = os.getpriority(os.PRIO_PROCESS, 0) + 5
+        async with serving(opened(one, "openvino")) as service:
+            for fresh in (None, opened(two, "openvino")):
+                if fresh:
+                    await service.swap(fresh)
+                pid = service.status()["workers"][0]["pid"]
+                await until(lambda pid=pid: nices(pid).count(computing) >= 2 + 2)  # those of the worker, and its own
 
     run(scenario)
 
