@@ -51,9 +51,10 @@ class Prepared:
             fresh.replace(self._folder / f"{key}.{_digest_of(fresh)}")
         finally:
             fresh.unlink(missing_ok=True)
-        known = sorted(self._folder.glob("*.*"), key=lambda path: path.stat().st_mtime)
-        for old in known[:-_KEPT]:
-            old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another worker tidies, too: the next one does what is left
+            known = sorted(self._folder.glob("*.*"), key=lambda path: path.stat().st_mtime)
+            for old in known[:-_KEPT]:
+                old.unlink(missing_ok=True)
 
     def _key(self, graph: str) -> str:
         return digest(_here(self._runtime) + graph.encode())

@@ -129,3 +129,13 @@ def test_no_more_than_32_are_kept_and_those_not_opened_for_longest_go(tmp_path: 
         assert read(prepared, 0) == b"made of 0"
     assert len(list(tmp_path.iterdir())) == 32
     assert [read(prepared, number) for number in (1, 2, 3, 33)] == [None, None, b"made of 3", b"made of 33"]
+
+
+def test_what_another_worker_deletes_meanwhile_costs_nobody_what_was_made(
+    tmp_path: Path,
+) -> None:
+    prepared = Prepared(tmp_path, "onnxruntime-cpu")
+    (tmp_path / "deleted.meanwhile").symlink_to(tmp_path / "nothing")  # listed, and not there any more when looked at
+    with prepared.making("1") as path:
+        path.write_bytes(b"made of 1")
+    assert read(prepared, 1) == b"made of 1"
