@@ -116,24 +116,28 @@ class Sampler:
     """Takes samples of this machine.
 
     The kernel walks all pages of a process to tell what it takes: a third of the processor time of a daemon without
-    requests. So that is asked only when its resident memory, which the kernel counts as it goes, has changed.
+    requests. So that is asked only when what it holds, which the kernel counts as it goes, has changed, and when another
+    with whom it may have shared pages has come or gone.
     """
 
     def __init__(self) -> None:
         """Nothing is known yet."""
         self._known: dict[int, tuple[int, int]] = {}
-        """By process id: its resident memory when it was asked, and what it takes."""
+        """By process id: what it held when it was asked, and what it takes."""
 
     def __call__(self, pids: Sequence[int]) -> Sample:
-        """What the machine says, and what processes take; it may take milliseconds."""
-        memory = host.memory_bytes()
-        self._known = {pid: known for pid in pids if (known := self._of(pid))}
-        sizes = {pid: size_bytes for pid, (_resident_bytes, size_bytes) in self._known.items()}
+        """What the machine says, and what processes take; it may take milliseconds. Of several threads."""
+        memory, known = host.memory_bytes(), self._known
+        if known.keys() != set(pids):
+            known = {}
+        self._known = known = {pid: found for pid in pids if (found := _look(pid, known.get(pid)))}
+        sizes = {pid: size_bytes for pid, (_held_bytes, size_bytes) in known.items()}
         return Sample(memory.get("available"), host.memory_stall(), memory.get("nvmap"), sizes)
 
-    def _of(self, pid: int) -> tuple[int, int] | None:
-        known, resident_bytes = self._known.get(pid), host.resident_bytes(pid)
-        if known and resident_bytes and abs(resident_bytes - known[0]) < _CHANGE_BYTES:
-            return known
-        size_bytes = host.process_bytes(pid)
-        return None if size_bytes is None else (resident_bytes or 0, size_bytes)
+
+def _look(pid: int, known: tuple[int, int] | None) -> tuple[int, int] | None:
+    held_bytes = host.held_bytes(pid)
+    if known and held_bytes and abs(held_bytes - known[0]) < _CHANGE_BYTES:
+        return known
+    size_bytes = host.process_bytes(pid)
+    return None if size_bytes is None else (held_bytes or 0, size_bytes)

@@ -71,7 +71,6 @@ def reboot(command: Sequence[str]) -> None:
         raise ConfigError(msg)
 
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MEMINFO = {"MemTotal": "total", "MemAvailable": "available", "NvMapMemUsed": "nvmap"}
 """The last is what the GPU holds on Jetson, where it comes out of the same memory; other kernels have no such line."""
 
@@ -101,23 +100,21 @@ def memory_stall(pressure: str | None = None) -> float | None:
 
 
 def process_bytes(pid: int, rollup: str | None = None) -> int | None:
-    """Memory of a process (PSS: its own pages, and its share of those it shares); None when it is gone.
+    """Memory of a process (PSS: its own pages, and its share of those it shares, swapped out or not); None when gone.
 
     The kernel walks every page for it, which takes milliseconds: not for the event loop.
     """
-    if rollup is None:
-        rollup = _read(f"/proc/{pid}/smaps_rollup")
-    for line in rollup.splitlines():
-        key, _colon, value = line.partition(":")
-        if key == "Pss":
-            return int(value.split()[0]) * 1024
-    return None
+    return _sum_bytes(_read(f"/proc/{pid}/smaps_rollup") if rollup is None else rollup, "Pss", "SwapPss")
 
 
-def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process, pages that it shares included, by the kernel's own count; None when it is gone."""
-    pages = _read(f"/proc/{pid}/statm").split()
-    return int(pages[1]) * _PAGE_BYTES if pages else None
+def held_bytes(pid: int, status: str | None = None) -> int | None:
+    """Pages of a process, in memory or swapped out, shared ones in full, by the kernel's own count; None when gone."""
+    return _sum_bytes(_read(f"/proc/{pid}/status") if status is None else status, "VmRSS", "VmSwap")
+
+
+def _sum_bytes(text: str, *keys: str) -> int | None:
+    found = [line.partition(":")[2].split()[0] for line in text.splitlines() if line.partition(":")[0] in keys]
+    return sum(map(int, found)) * 1024 if found else None
 
 
 def group_limit_bytes(root: Path = Path("/sys/fs/cgroup"), membership: str | None = None) -> int | None:

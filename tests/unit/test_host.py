@@ -69,24 +69,42 @@ def test_the_memory_of_a_process_grows_by_what_it_touches_and_one_that_is_gone_h
     assert after is not None
     assert touched_bytes * 0.9 < after - before < touched_bytes * 1.5
     assert host.process_bytes(2**22 + 1) is None
-    assert host.resident_bytes(2**22 + 1) is None
-    own_bytes, resident_bytes = host.process_bytes(os.getpid()), host.resident_bytes(os.getpid())
+    assert host.held_bytes(2**22 + 1) is None
+    own_bytes, held_bytes = host.process_bytes(os.getpid()), host.held_bytes(os.getpid())
     assert own_bytes
-    assert resident_bytes
-    assert own_bytes < resident_bytes * 1.1
+    assert held_bytes
+    assert own_bytes < held_bytes * 1.1
 
 
 def test_what_a_process_takes_is_found_out_anew_when_it_has_changed_and_only_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mib = 2**20
-    resident_bytes = iter([100 * mib, 101 * mib, 99 * mib, 150 * mib, 150 * mib, None])
+    held_bytes = iter([100 * mib, 101 * mib, 99 * mib, 150 * mib, 150 * mib, None])
     size_bytes = iter([80 * mib, 130 * mib, None])
-    monkeypatch.setattr("appliance.adapters.host.resident_bytes", lambda _pid: next(resident_bytes))
+    monkeypatch.setattr("appliance.adapters.host.held_bytes", lambda _pid: next(held_bytes))
     monkeypatch.setattr("appliance.adapters.host.process_bytes", lambda _pid: next(size_bytes))
     sample = Sampler()
     seen = [sample([7]).process_bytes.get(7) for _ in range(6)]
     assert seen == [80 * mib, 80 * mib, 80 * mib, 130 * mib, 130 * mib, None]
+
+
+def test_what_a_process_takes_is_found_out_anew_when_another_ends_with_which_it_shared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mib, sharing = 2**20, {7, 8}
+    monkeypatch.setattr("appliance.adapters.host.held_bytes", lambda pid: 100 * mib if pid in sharing else None)
+    monkeypatch.setattr("appliance.adapters.host.process_bytes", lambda _pid: 100 * mib // len(sharing))
+    sample = Sampler()
+    assert sample([7, 8]).process_bytes == {7: 50 * mib, 8: 50 * mib}
+    sharing.remove(8)
+    assert sample([7]).process_bytes == {7: 100 * mib}
+
+
+def test_what_a_process_takes_holds_what_of_it_is_swapped_out() -> None:
+    assert host.process_bytes(7, "Rss: 9 kB\nPss: 3 kB\nSwap: 9 kB\nSwapPss: 2 kB\n") == 5 * 1024
+    assert host.process_bytes(7, "Pss: 3 kB\n") == 3 * 1024
+    assert host.held_bytes(7, "VmRSS:\t 5 kB\nRssAnon: 4 kB\nVmSwap:\t 2 kB\n") == 7 * 1024
 
 
 def test_the_smallest_limit_of_our_control_group_and_those_above_counts(tmp_path: Path) -> None:
