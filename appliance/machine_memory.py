@@ -116,8 +116,8 @@ class Sampler:
     """Takes samples of this machine.
 
     The kernel walks all pages of a process to tell what it takes: a third of the processor time of a daemon without
-    requests. So that is asked only when what it holds, which the kernel counts as it goes, has changed, and when another
-    with whom it may have shared pages has come or gone.
+    requests. So that is asked only when what it holds, which the kernel counts as it goes, has changed, and when
+    another has come or gone, with whom it may have shared pages.
     """
 
     def __init__(self) -> None:
