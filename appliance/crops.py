@@ -24,6 +24,7 @@ from models.sync import Part
 from models.tasks.picture import decode_picture
 
 _NICE = 15
+"""Not the lowest: what a caller waits for goes on where models load at 19."""
 _QUALITY = 95
 _MARGIN = 0.5
 """Of the shorter side of a place: what the larger model needs to see around it."""

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from appliance.core.faults import cuda_code
 from appliance.core.history import Happened
 from appliance.core.trace import Trace
 from appliance.service import Outcome, Service
+from models.errors import BadInput
 from models.folder import write_file
-from models.spec import Tensor
+from models.spec import Payload, Tensor
 
 log = structlog.get_logger()
 
@@ -38,6 +39,8 @@ _TELL_AFTER_S = 0.25
 """What is told is gathered for so long: a thread for each line costs the loop more than the line."""
 _UNTOLD = 16
 """Lines that are yet to be written; a log that stands still costs lines, and no memory."""
+_UNTOLD_BYTES = 16 * 1024 * 1024
+"""What those lines may keep of what was sent, until it is hashed; beyond it a line has no hash."""
 _HASH_BYTES = 8
 _LONGEST_REASON = 300
 
@@ -63,16 +66,23 @@ class Flight:
     """Class of the error that it ended with; empty when it was answered."""
     reason: str = ""
     input_hash: str = ""
-    """BLAKE2b-64 of its payloads; empty where it was not told in the log."""
+    """BLAKE2b-64 of its payloads; empty where it was not told in the log, or too much was to be hashed."""
 
 
 def input_hash(tensors: Sequence[Tensor]) -> str:
     """BLAKE2b of 64 bits over what was sent, in its order; of one picture it is that of its file (`b2sum -l 64`)."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for tensor in tensors:
-        for part in tensor.to_array().flat if tensor.datatype == "BYTES" else (tensor.data,):
+        for part in _parts(tensor):
             digest.update(part)
     return digest.hexdigest()
+
+
+def _parts(tensor: Tensor) -> Iterable[Payload]:
+    if tensor.datatype == "BYTES":
+        with contextlib.suppress(BadInput):  # what is no list of byte strings was refused, and is told of all the same
+            return tensor.to_array().flat
+    return (tensor.data,)
 
 
 class Recorder:
@@ -91,6 +101,7 @@ class Recorder:
         self._writing: set[asyncio.Future[None]] = set()
         self._untold: list[tuple[Flight, Sequence[Tensor], int]] = []
         """What is to be told in the log, what it carried, and how many before it are left out."""
+        self._untold_bytes = 0
         self._telling = False
         self._dumping: asyncio.TimerHandle | None = None
         self._faults: list[Happened] = []
@@ -137,7 +148,12 @@ class Recorder:
             self._export(flight)
         if self._due(now, failed=error is not None):
             left_out, self._left_out = self._left_out, 0
-            self._untold.append((flight, request.tensors if request else (), left_out))
+            tensors = request.tensors if request else ()
+            size_bytes = sum([tensor.size_bytes for tensor in tensors])
+            if self._untold_bytes + size_bytes > _UNTOLD_BYTES:
+                tensors, size_bytes = (), 0
+            self._untold_bytes += size_bytes
+            self._untold.append((flight, tensors, left_out))
             self._tell_soon()
 
     def _due(self, now: float, *, failed: bool) -> bool:
@@ -159,7 +175,7 @@ class Recorder:
 
     def _tell_all(self) -> None:
         """Write what has gathered; the next lines gather meanwhile."""
-        untold, self._untold = self._untold, []
+        untold, self._untold, self._untold_bytes = self._untold, [], 0
         writing = self._in_thread(self._tell_each, untold)
         if writing:
             writing.add_done_callback(self._told_all)
@@ -174,7 +190,7 @@ class Recorder:
 
     @staticmethod
     def _tell(flight: Flight, tensors: Sequence[Tensor], left_out: int) -> None:
-        flight.input_hash = input_hash(tensors)
+        flight.input_hash = input_hash(tensors) if tensors else ""
         code = cuda_code(flight.reason) if flight.error else None
         told: dict[str, Any] = {
             "request_id": flight.request_id,

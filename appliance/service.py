@@ -137,7 +137,7 @@ class Outcome:
     together: int = 1
     """Requests that shared the run, if there was one."""
     request: InferRequest | None = None
-    """Whose payloads are borrowed as long as the caller waits; None where nobody tells."""
+    """Whose payloads count nowhere once it is answered: keep few, and not for long; None where nobody tells."""
 
 
 Observer: TypeAlias = Callable[[Outcome], None]
@@ -388,7 +388,10 @@ class _Asked:
         else:
             outcome = Outcome(request.model, bundle.version, spent_s, result, request=request)
         for observer in service.observers:
-            observer(outcome)
+            try:
+                observer(outcome)
+            except Exception:  # noqa: PERF203 - whoever asked, and the other observers, are told all the same
+                log.exception("observer_fault", model=request.model)
         told(result)
 
 
@@ -430,7 +433,6 @@ class Service:
         """While orders are written down; while one is carried out that waits for a model."""
         self._carried_out: dict[str, asyncio.Event] = {}
         """Id -> set when it has ended."""
-        """Id of the order that changes the device now."""
         self._bundles = list(bundles)
         self._keeper = keeper or Keeper(bundles, UNLIMITED)
         self.guards: list[Callable[[int], None]] = [self._keeper.check]

@@ -62,7 +62,7 @@ class Http(_Part):
         default=256 * 1024 * 1024, gt=0, le=1024**4, description="all bodies in hand together; others are told to retry"
     )
     silence_s: float = Field(
-        default=30.0, gt=0, le=3600, description="a client that stops in the middle of a request is given up after this"
+        default=30.0, gt=0, le=3600, description="a client that stops amid a request or answer is given up after this"
     )
     hosts: frozenset[str] = Field(
         default=frozenset(), description="further names that clients on loopback may call this appliance by"

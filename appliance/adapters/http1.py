@@ -28,10 +28,11 @@ class Http1(HttpToolsProtocol):
     """One connection.
 
     A head (request line and headers) that does not end is given up, not kept in memory, and so is a
-    client that owes a request, or the rest of one, and says nothing for `silence_s`. A body is cut off when
-    what frames it (sizes of chunks, their extensions, trailers) outgrows its limit, and so is the rest of one
-    that was refused. Small requests may go `straight`, past the parser and ASGI. `scope["client_certificate"]` is the
-    common name of a certificate that TLS has verified, and `scope["connection"]` is this object, for `when_gone`.
+    client that owes a request, or the rest of one, and says nothing for `silence_s`, or that reads no
+    answer for so long. A body is cut off when what frames it (sizes of chunks, their extensions, trailers) outgrows
+    its limit, and so is the rest of one that was refused. Small requests may go `straight`, past the parser and ASGI.
+    `scope["client_certificate"]` is the common name of a certificate that TLS has verified, and `scope["connection"]`
+    is this object, for `when_gone`.
     """
 
     _in_head = False
@@ -41,6 +42,8 @@ class Http1(HttpToolsProtocol):
     _heard_at = 0.0
     _silence: asyncio.TimerHandle | None = None
     """Set while the client owes something; it looks at `_heard_at` when it goes off, and is not set for every byte."""
+    _unread: asyncio.TimerHandle | None = None
+    """Set while an answer waits for its client to read."""
     _framing_bytes = 0
     """Of the present request: its head, and all around its body."""
     _unread_bytes = 0
@@ -76,6 +79,7 @@ class Http1(HttpToolsProtocol):
         super().connection_made(transport)
         self._joining = _Joining(transport, self.loop)
         self.transport = self._joining  # type: ignore[assignment] # all of a transport that uvicorn uses
+        transport.set_write_buffer_limits(high=1)  # so that `pause_writing` tells of each answer that is not read
         self._certificate = _common_name(transport)
         if self._certificate is not None:
             self._straight = None
@@ -85,13 +89,32 @@ class Http1(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called when the connection is no more."""
-        for timer in (self._silence, self._idle):
+        for timer in (self._silence, self._idle, self._unread):
             if timer:
                 timer.cancel()
         super().connection_lost(exc)
         self._gone, self.in_hand = True, False
         if self._when_gone:
             self._when_gone()
+
+    def pause_writing(self) -> None:
+        """Called when the client does not read as fast as it is answered: what waits for it holds memory."""
+        super().pause_writing()
+        self._look_if_read(self._joining.unsent_bytes() + 1)
+
+    def resume_writing(self) -> None:
+        """Called when all is sent."""
+        super().resume_writing()
+        if self._unread:
+            self._unread.cancel()
+
+    def _look_if_read(self, before_bytes: int) -> None:
+        """Cut off a client that has read nothing for so long."""
+        unsent_bytes = self._joining.unsent_bytes()
+        if unsent_bytes < before_bytes:
+            self._unread = self.loop.call_later(self._silence_s, self._look_if_read, unsent_bytes)
+        else:
+            self._joining.abort()
 
     def when_gone(self, call: Callable[[], None] | None) -> None:
         """Have `call` called when the client has gone, at once if it has; None for nothing.
@@ -135,13 +158,12 @@ class Http1(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Take what the client sent."""
-        if self._early:
-            data, self._early = self._early + data, b""
+        early, self._early = self._early, b""
         if self.in_hand:
-            self._early = data
+            self._early = early + data
             self.flow.pause_reading()
-        elif not self._went_straight(data):
-            self._feed(data)
+        elif not self._went_straight(early + data, rest=bool(early and data)):
+            self._feed(early + data)
 
     @property
     def _rests(self) -> bool:
@@ -149,18 +171,23 @@ class Http1(HttpToolsProtocol):
         cycle: RequestResponseCycle | None = self.cycle
         return self._between and not self.pipeline and (cycle is None or cycle.response_complete)
 
-    def _went_straight(self, data: bytes) -> bool:
-        """Whether `data` is a request that was taken in hand, or the beginning of one that may be."""
+    def _went_straight(self, data: bytes, *, rest: bool) -> bool:
+        """Whether `data` is a request that was taken in hand, or the beginning of one that may be.
+
+        Clients send a body by itself. More pieces, of which `rest` is the second, are the parser's to wait for.
+        """
         if self._straight is None or not self._rests or self.flow.write_paused:
             return False
         head = self._straight.head(data)
         if head is None or len(data) > head.size_bytes:
             return False
+        if len(data) < head.size_bytes and rest:
+            return False
+        self._unset_keepalive_if_required()
         if len(data) < head.size_bytes:
             self._early, self._owes = data, True
             self._listen()
             return True
-        self._unset_keepalive_if_required()
         self.in_hand = True
         if self._straight.take(self, head, data[head.body_at :]):
             self._owes = False
@@ -195,6 +222,11 @@ class Http1(HttpToolsProtocol):
         if self._early:
             self.flow.resume_reading()
             self.loop.call_soon(self._go_on)
+
+    def fail(self, fault: BaseException) -> None:
+        """Close the connection whose request in hand cannot be answered, by a fault of ours, which goes to the log."""
+        self.logger.error("Exception in ASGI application\n", exc_info=fault)
+        self.transport.close()
 
     def _go_on(self) -> None:
         if self._early and not self._gone:
@@ -273,6 +305,7 @@ class _Joining:
         self._transport, self._loop = transport, loop
         self._pieces: list[bytes] = []
         self.is_closing, self.get_extra_info = transport.is_closing, transport.get_extra_info
+        self.abort, self.unsent_bytes = transport.abort, transport.get_write_buffer_size
 
     def write(self, data: bytes) -> None:
         if len(data) > JOINED_BYTES:

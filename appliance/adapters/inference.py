@@ -19,6 +19,7 @@ INFER = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?/infer")
 OFF_LOOP_BYTES = 64 * 1024
 """JSON larger than this is read and written in a thread, not on the event loop."""
 _HEADER = oip.HEADER.encode()
+_NOT_IN_HEADERS = re.compile(r"[\x00-\x20\x7f]+")
 
 
 def header_length_in(known: Mapping[bytes, bytes]) -> str | None:
@@ -98,4 +99,5 @@ def _said_of(origin: Origin) -> tuple[Mapping[str, Any], Sequence[tuple[bytes, b
     }
     if origin.degraded:
         headers["appliance-degraded"] = origin.degraded
-    return document, [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    said = {name: _NOT_IN_HEADERS.sub(" ", value) for name, value in headers.items()}
+    return document, [(name.encode(), value.encode("latin-1", "replace")) for name, value in said.items()]

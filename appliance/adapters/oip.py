@@ -177,6 +177,7 @@ def _parse(content: bytes) -> _Head:
 
 
 _parse_again = lru_cache(maxsize=256)(_parse)
+"""What it returns is shared by the requests of several clients: to be read only."""
 
 
 def _parse_raw(body: bytes, spec: ModelSpec) -> Request:

@@ -1,8 +1,8 @@
 """Small inference requests on their way without a task: read, let in, parsed and handed to the service in one call.
 
 Most of the time that a small model's request takes is not the model's. Nothing of what others decide is decided here:
-the gate lets in, `oip` parses, the service answers, and the door writes what is answered. Whatever is refused on the
-way, and whatever is out of the ordinary, goes the ordinary way from its first byte, and is answered there.
+the gate lets in, `oip` parses, the service answers, and the door writes what is answered. Whoever is not let
+in, and whatever is out of the ordinary, goes the ordinary way from its first byte, and is answered there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import httptools
@@ -21,10 +21,9 @@ from appliance.adapters.access import Caller, Gate
 from appliance.adapters.answers import JOINED_BYTES, answer_to
 from appliance.adapters.bodies import Bodies
 from appliance.service import InferRequest, InferResponse, Service
-from models.errors import ApplianceError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from appliance.adapters.http1 import Http1
 
@@ -72,29 +71,22 @@ class Straight:
                 return False
             if not spec.inputs or len(body) > bodies.each_bytes:
                 return False
-            parsed = oip.parse(body, head.header_length, spec)
             rates.enter(caller.name, time.monotonic())
         except Exception:  # whatever it is, it is met and told on the ordinary way
             return False
         try:
             bodies.take(len(body))
-        except ApplianceError:
+            parsed = oip.parse(body, head.header_length, spec)
+        except Exception as error:  # whatever it is, it has an answer
             self._left(caller, body)
-            return False
+            connection.answer(*_refused(head, error))
+            return True
         wanted = inference.wanted_by(parsed, known, head.model, head.version)
 
         def told(result: InferResponse | BaseException) -> None:
             self._left(caller, body)
-            if not connection.in_hand:
-                return  # the client has gone
-            large = (
-                isinstance(result, InferResponse) and inference.json_bytes_of(parsed, result) > inference.OFF_LOOP_BYTES
-            )
-            if not large:
-                connection.answer(*_rendered(head, parsed, wanted, result))
-                return
-            writing = asyncio.get_running_loop().run_in_executor(None, _rendered, head, parsed, wanted, result)
-            writing.add_done_callback(lambda done: connection.answer(*done.result()))
+            if connection.in_hand:  # else the client has gone
+                _answer(connection, head, parsed, wanted, result)
 
         give_up = self._service.ask(wanted, told)
         if connection.in_hand:
@@ -106,6 +98,23 @@ class Straight:
         self._bodies.give_back(len(body))
 
 
+def _answer(
+    connection: Http1, head: Head, parsed: oip.Request, wanted: InferRequest, result: InferResponse | BaseException
+) -> None:
+    def write(rendered: Callable[[], tuple[Response, BaseException | None]]) -> None:
+        try:
+            connection.answer(*rendered())
+        except Exception as error:  # whatever it is, the client does not wait in vain
+            connection.fail(error)
+
+    large = isinstance(result, InferResponse) and inference.json_bytes_of(parsed, result) > inference.OFF_LOOP_BYTES
+    if large:
+        writing = asyncio.get_running_loop().run_in_executor(None, _rendered, head, parsed, wanted, result)
+        writing.add_done_callback(lambda done: write(done.result))
+    else:
+        write(partial(_rendered, head, parsed, wanted, result))
+
+
 def _rendered(
     head: Head, parsed: oip.Request, wanted: InferRequest, result: InferResponse | BaseException
 ) -> tuple[Response, BaseException | None]:
@@ -115,8 +124,12 @@ def _rendered(
             return inference.answer_of(parsed, head.known, wanted, result), None
         except Exception as error:  # whatever it is, it has an answer
             result = error
+    return _refused(head, result)
+
+
+def _refused(head: Head, error: BaseException) -> tuple[Response, BaseException | None]:
     scope = {"type": "http", "method": "POST", "path": head.path, "known": head.known}
-    return answer_to(Request(scope), result)
+    return answer_to(Request(scope), error)
 
 
 class _Reader:

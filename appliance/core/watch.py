@@ -74,6 +74,7 @@ class Watch(Generic[T]):
         """The worker has answered one; raises KeyError when it holds no such ticket."""
         held = self._held.pop(ticket_id)
         self._due.pop(ticket_id, None)
+        held.began_at = min(held.began_at, now)  # a few that run may be answered out of their order
         if len(self._held) >= self._concurrency:
             for begun in self._begun:  # one of those that waited has its place now
                 begun.began_at = min(begun.began_at, now)

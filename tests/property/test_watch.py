@@ -136,3 +136,11 @@ def test_requests_that_only_wait_their_turn_are_never_taken_for_hung(
         for i in range(first, min(first + concurrency, count)):
             watch.leave(i, now)
     assert watch.alarm_at == NEVER
+
+
+def test_a_request_that_leaves_before_its_place_in_line_had_begun_by_then() -> None:
+    watch: Watch[str] = Watch(concurrency=1, hang_s=HANG_S)
+    for number in (1, 2):
+        watch.take(Ticket(number, "x", 0.0, NEVER), 0.0)
+    assert watch.leave(2, 3.0).began_at == 3.0
+    assert watch.leave(1, 4.0).began_at == 0.0

@@ -80,6 +80,30 @@ def test_a_request_that_failed_is_told_with_the_error_and_its_cuda_code(
     assert line["input_hash"]
 
 
+def test_a_tensor_whose_bytes_are_none_takes_no_other_line_with_it(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
+    service = MemoryService(fault=ModelError("nonsense"))
+
+    async def run() -> None:
+        recorder = Recorder(service, tmp_path, per_s=100)  # type: ignore[arg-type] # its double
+        for name, sent in (("1", Tensor("image", "BYTES", (2,), b"\xff")), ("2", picture())):
+            with contextlib.suppress(ModelError):
+                await service.infer(InferRequest("reader", [sent], id=name))
+        await recorder.finish()
+
+    asyncio.run(run())
+    assert [line["request_id"] for line in logged] == ["1", "2"]
+
+
+def test_lines_that_wait_keep_only_so_many_bytes_of_what_was_sent(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.recorder._UNTOLD_BYTES", 2 * picture().size_bytes)
+    asked(MemoryService(), tmp_path, "1", "2", "3")
+    assert [(line["request_id"], "input_hash" in line) for line in logged] == [("1", True), ("2", True), ("3", False)]
+
+
 def test_no_more_lines_are_written_than_wished_for_and_the_others_are_counted(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,21 @@ def test_an_observer_is_told_what_became_of_a_request(fault: BaseException | Non
     assert bool(outcome.timing_ms) == (outcome.error is None)
 
 
+@pytest.mark.parametrize("fault", [None, Overloaded("full")], ids=["answered", "refused"])
+def test_an_observer_that_fails_keeps_no_answer_back_and_nothing_from_the_others(fault: Exception | None) -> None:
+    service = served(fault)
+    told: list[Outcome] = []
+    answers: list[object] = []
+
+    def fails(_outcome: Outcome) -> None:
+        raise ZeroDivisionError
+
+    service.observers += [fails, told.append]
+    service.ask(InferRequest("shop.rec", [X]), answers.append)
+    assert (len(answers), len(told)) == (1, 1)
+    assert isinstance(answers[0], Overloaded) == bool(fault)
+
+
 def test_a_model_that_does_not_fit_is_unavailable_says_why_and_is_no_fault_of_the_daemon() -> None:
     bundle = Bundle([wire.Open("bare", "null")], Limits(), manifest=None, on_ready=lambda _ready: None)
     keeper = Keeper([bundle], Rules(total_bytes=1000, bounds=Bounds(low_bytes=0, calm_bytes=0)))

@@ -18,7 +18,7 @@ from doubles.asgi import ALL_BYTES, ECHO, INPUT, LIMIT_BYTES, ON_LOOPBACK, READE
 from doubles.service import MemoryService
 from uvicorn.server import ServerState
 
-from appliance.adapters import http
+from appliance.adapters import http, oip
 from appliance.adapters.access import Gate, Rules
 from appliance.adapters.bodies import Bodies
 from appliance.adapters.http1 import Http1
@@ -27,8 +27,9 @@ from appliance.adapters.metrics import Metrics
 from appliance.adapters.straight import Straight
 from appliance.adapters.tokens import Role, TokenFile
 from appliance.core.rates import Rate, Rates
-from appliance.service import InferRequest, Told
+from appliance.service import InferRequest, InferResponse, Origin, Told
 from models.errors import ModelError, Overloaded
+from models.spec import Tensor
 
 pytestmark = pytest.mark.unit
 
@@ -220,6 +221,19 @@ def test_rates_and_roles_hold_on_both_ways(tmp_path: Path) -> None:
     assert answer.count(b"HTTP/1.1 401") == 2
 
 
+def test_nothing_is_parsed_for_a_client_over_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[bytes] = []
+    parse = oip.parse
+    monkeypatch.setattr(oip, "parse", lambda body, *how: parsed.append(body) or parse(body, *how))  # type: ignore[func-returns-value] # so short
+
+    async def scenario() -> bytes:
+        async with Doors(client=Rate(0.001, 1)).open() as ours:
+            return await ours.said(PLAIN, PLAIN)
+
+    assert asyncio.run(scenario()).count(b"HTTP/1.1 429") == 2
+    assert len(parsed) == 1
+
+
 class Slow(MemoryService):
     """Answers when it is told to."""
 
@@ -294,3 +308,84 @@ def test_a_server_that_stops_answers_what_is_in_hand_and_says_that_it_was_the_la
     answer = asyncio.run(scenario())
     assert answer.startswith(b"HTTP/1.1 200 OK")
     assert b"connection: close" in answer
+
+
+def test_a_request_that_begins_before_its_connection_has_rested_too_long_is_answered() -> None:
+    async def scenario() -> bytes:
+        async with Doors(rest_s=1).open() as ours:
+            reader, writer = await asyncio.open_connection("127.0.0.1", ours.port)
+            writer.write(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            await asyncio.wait_for(reader.readuntil(b"}"), 20)
+            (connection,) = ours.state.connections
+            writer.write(PLAIN[:-5])
+            await until(lambda: bool(connection._early))  # type: ignore[union-attr] # noqa: SLF001 - nothing else shows that it came
+            await asyncio.sleep(1.1)
+            with contextlib.suppress(ConnectionError):
+                writer.write(PLAIN[-5:] + LAST)
+                answer = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answer
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_body_in_many_pieces_is_read_the_ordinary_way() -> None:
+    answer, taken = asyncio.run(both(PLAIN[:-9], PLAIN[-9:-5], PLAIN[-5:], PLAIN[:-5], PLAIN[-5:]))
+    assert (taken, answer.count(b"HTTP/1.1 200 OK")) == (1, 3)
+
+
+class Answering(MemoryService):
+    """Answers the same to whatever it is asked."""
+
+    def __init__(self, *, degraded: str | None = None, size_bytes: int = 8) -> None:
+        super().__init__()
+        self._origin = Origin("echo", "1.0", "memory", "fp32", "signed", degraded)
+        self._tensor = Tensor("y", "UINT8", (size_bytes,), bytes(size_bytes))
+
+    def _answer(self, request: InferRequest) -> InferResponse:
+        del request
+        return InferResponse(self._origin, [self._tensor], {})
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_a_reason_of_many_lines_or_letters_fits_in_a_header(straight: bool) -> None:
+    async def scenario() -> bytes:
+        service = Answering(degraded="it died:\r\nset-cookie: a=b\x00 \u2192 CPU")
+        async with Doors(service, straight=straight).open() as ours:
+            return await ours.said(PLAIN)
+
+    answer = asyncio.run(scenario())
+    assert b"appliance-degraded: it died: set-cookie: a=b ? CPU\r\n" in answer
+
+
+def test_a_client_that_reads_no_answer_is_cut_off_and_keeps_no_place() -> None:
+    async def scenario() -> bytes:
+        async with Doors(Answering(size_bytes=16 * 1024 * 1024), silence_s=1).open() as ours:
+            _reader, writer = await asyncio.open_connection("127.0.0.1", ours.port, limit=1024)
+            writer.write(request(WANTS_BINARY, VALUES) * 2)  # the second goes the ordinary way, and waits there
+            await until(lambda: any(one.flow.write_paused for one in ours.state.connections))  # type: ignore[union-attr] # one of ours
+            await until(lambda: not ours.state.connections)
+            writer.close()
+            return await ours.said(request(WANTS_BINARY, VALUES))
+
+    assert asyncio.run(scenario()).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_an_answer_that_cannot_be_written_closes_the_connection(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("appliance.adapters.http1._head_of", lambda *_given: 1 / 0)
+
+    async def scenario() -> bytes:
+        slow = Slow()
+        async with Doors(slow).open() as ours:
+            reader, writer = await asyncio.open_connection("127.0.0.1", ours.port)
+            writer.write(PLAIN)
+            await until(lambda: slow.asked == 1)
+            slow.answer()
+            answer = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            return answer
+
+    assert asyncio.run(scenario()) == b""
+    assert "ZeroDivisionError" in caplog.text
