@@ -26,7 +26,7 @@ from appliance.arena import Arena, ArenaFullError, Slot
 from appliance.core.budget import bucket_of
 from appliance.gauge import Meter, bound_heap
 from appliance.gently import NICE, gently
-from models.errors import ApplianceError, ModelError
+from models.errors import ApplianceError, ModelError, Overloaded
 from models.spec import Tensor
 
 if TYPE_CHECKING:
@@ -316,11 +316,12 @@ class Worker:
                     data = wire.pack(parcels, self._answers)
                     break
                 except ArenaFullError:
-                    # The daemon copies most answers out, and lends few, so room comes back within milliseconds.
-                    fits = _size_bytes(parcels) <= self._answers.capacity_bytes
-                    if not fits or not self._freed.wait(until - time.monotonic()):
+                    if _size_bytes(parcels) > self._answers.capacity_bytes:
                         msg = "the answer is larger than the memory shared with the daemon: ask for fewer outputs"
                         raise ModelError(msg) from None
+                    # The daemon copies most answers out, and lends few, so room comes back within milliseconds.
+                    if not self._freed.wait(until - time.monotonic()):
+                        raise Overloaded("too many large answers are held: retry shortly") from None
         with self._sending:
             self._sock.send(data)
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from enum import Enum
 
-from models.errors import ApplianceError, BundleError, CallerError, InsufficientMemory
+from models.errors import ApplianceError, BundleError, CallerError, InsufficientMemory, Overloaded
 
 
 class Fault(Enum):
@@ -60,7 +60,9 @@ _BY_WORDS: Mapping[Fault, re.Pattern[str]] = {
 
 def classify(error: ApplianceError, *, asked: bool = True) -> Fault:
     """Which fault an error of a worker is; where no caller has `asked`, the model is to blame for its input."""
-    if isinstance(error, CallerError | InsufficientMemory) and asked:  # the latter is a refusal: nothing was tried
+    if (
+        isinstance(error, CallerError | InsufficientMemory | Overloaded) and asked
+    ):  # the latter say nothing of the model
         return Fault.BAD_INPUT
     known = Fault.OUT_OF_MEMORY if isinstance(error, InsufficientMemory) else _BY_CODE.get(cuda_code(str(error)) or 0)
     if known is None:

@@ -13,6 +13,7 @@ import pytest
 
 from appliance import wire
 from appliance.arena import Arena, ArenaFullError, Slot, StaleSlotError
+from appliance.worker import Worker
 
 pytestmark = pytest.mark.contract
 
@@ -100,3 +101,23 @@ def test_a_borrowed_payload_outlives_its_arena() -> None:
     payload = arena.get(arena.put(b"payload"))
     arena.close()
     assert bytes(payload) == b"payload"
+
+
+@pytest.mark.parametrize(("length", "error"), [(300, "Overloaded"), (2000, "ModelError")])
+def test_an_answer_for_which_there_is_no_room_now_is_refused_otherwise_than_one_that_never_fits(
+    monkeypatch: pytest.MonkeyPatch, length: int, error: str
+) -> None:
+    monkeypatch.setattr("appliance.worker._ANSWER_WAIT_S", 0.05)
+    kib = 1024
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with left, right, closing(Arena.create(1024 * kib)) as answers:
+        lent = [answers.put(bytes(200 * kib)) for _ in range(5)]
+        for slot in lent[::2]:  # more is free than is asked for, though not in one piece
+            answers.free(slot)
+        worker = Worker(left)
+        worker._answers = answers  # noqa: SLF001 - what `serve` does, which ends the process
+        worker._reply([(wire.Done(7, (), {}), [bytes(length * kib)])])  # noqa: SLF001 - see above
+        right.settimeout(20)
+        ((message, _payloads, _slots),) = wire.unpack(right.recv(wire.MESSAGE_BYTES))
+    assert isinstance(message, wire.Error)
+    assert (message.id, message.error) == (7, error)

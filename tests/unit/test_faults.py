@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.core.faults import Fault, classify, cuda_code
-from models.errors import ApplianceError, BadInput, BundleError, ModelError, TooLarge
+from models.errors import ApplianceError, BadInput, BundleError, ModelError, Overloaded, TooLarge
 
 pytestmark = pytest.mark.unit
 
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unit
     [
         (BadInput("out of memory, says the caller"), Fault.BAD_INPUT),
         (TooLarge("too many pixels"), Fault.BAD_INPUT),
+        (Overloaded("too many large answers are held: retry shortly"), Fault.BAD_INPUT),
         (ModelError("the model failed: Non-zero status code"), Fault.MODEL_ERROR),
         (BundleError("blob 12 is damaged"), Fault.PLAN_REFUSED),
         (BundleError("loading failed: MemoryError: "), Fault.OUT_OF_MEMORY),
