@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,8 @@ FRAMING_LIMIT_BYTES = 1024 * 1024
 """Some 65,000 chunks of the usual form; Triton's bound is 65,536."""
 UNREAD_LIMIT_BYTES = 64 * 1024 * 1024
 """A client that has sent a body of usual size before it looks for the answer still finds it."""
+_ACKED_AT = slice(120, 128)
+"""Of `tcpi_bytes_acked` in Linux's `struct tcp_info` (include/uapi/linux/tcp.h)."""
 
 
 class Http1(HttpToolsProtocol):
@@ -79,6 +83,7 @@ class Http1(HttpToolsProtocol):
         super().connection_made(transport)
         self._joining = _Joining(transport, self.loop)
         self.transport = self._joining  # type: ignore[assignment] # all of a transport that uvicorn uses
+        self._socket = transport.get_extra_info("socket")
         transport.set_write_buffer_limits(high=1)  # so that `pause_writing` tells of each answer that is not read
         self._certificate = _common_name(transport)
         if self._certificate is not None:
@@ -100,7 +105,7 @@ class Http1(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Called when the client does not read as fast as it is answered: what waits for it holds memory."""
         super().pause_writing()
-        self._look_if_read(self._joining.unsent_bytes() + 1)
+        self._look_if_read(-1)
 
     def resume_writing(self) -> None:
         """Called when all is sent."""
@@ -109,10 +114,11 @@ class Http1(HttpToolsProtocol):
             self._unread.cancel()
 
     def _look_if_read(self, before_bytes: int) -> None:
-        """Cut off a client that has read nothing for so long."""
-        unsent_bytes = self._joining.unsent_bytes()
-        if unsent_bytes < before_bytes:
-            self._unread = self.loop.call_later(self._silence_s, self._look_if_read, unsent_bytes)
+        """Cut off a client that has taken nothing for so long: the kernel knows, and under TLS nobody else does."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT.stop)
+        acked_bytes = int.from_bytes(info[_ACKED_AT], sys.byteorder)
+        if acked_bytes != before_bytes:
+            self._unread = self.loop.call_later(self._silence_s, self._look_if_read, acked_bytes)
         else:
             self._joining.abort()
 
@@ -305,7 +311,7 @@ class _Joining:
         self._transport, self._loop = transport, loop
         self._pieces: list[bytes] = []
         self.is_closing, self.get_extra_info = transport.is_closing, transport.get_extra_info
-        self.abort, self.unsent_bytes = transport.abort, transport.get_write_buffer_size
+        self.abort = transport.abort
 
     def write(self, data: bytes) -> None:
         if len(data) > JOINED_BYTES:
