@@ -43,7 +43,7 @@ _QUICK_S = 0.0003
 """Runs that take less are computed by the thread that reads: to hand one over takes as long."""
 _FORGET = 1.05
 """A run that neighbours disturbed says little, so the fastest one counts, and for less with each that is slower."""
-_BEHIND = 5
+_BEHIND = 2
 """Steps of priority that those who compute stand behind the daemon: it only moves bytes, and every request needs it."""
 _LOWEST = 19
 """As a step from any priority to the lowest."""
