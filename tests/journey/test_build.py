@@ -53,6 +53,7 @@ def test_a_bundle_is_built_shown_and_verified(workshop: Workshop) -> None:
         assert report["precision"] == precision
 
 
+@pytest.mark.long
 def test_a_verification_writes_its_report_where_it_is_told_to(workshop: Workshop) -> None:
     assert workshop.provision("build", workshop.recipe, "--out", workshop.out).returncode == 0
     assert (Path(workshop.out) / "report.html").read_text().startswith("<!doctype html>")

@@ -89,6 +89,7 @@ def test_of_three_models_in_a_budget_for_two_the_one_used_least_recently_makes_r
     daemon.stop()
 
 
+@pytest.mark.long
 def test_a_model_that_fits_only_in_place_of_a_busy_one_is_refused_with_the_figures(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:
@@ -300,6 +301,7 @@ def test_the_reading_bundle_keeps_to_what_was_predicted_gives_memory_back_and_re
     daemon.stop()
 
 
+@pytest.mark.long
 def test_an_idle_model_is_unloaded_and_its_next_request_loads_it_at_least_three_times_faster_than_a_cold_start(
     start_daemon: StartDaemon, tmp_path: Path
 ) -> None:

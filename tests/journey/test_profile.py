@@ -13,6 +13,7 @@ from support.daemon import Daemon, appliance
 pytestmark = pytest.mark.journey
 
 
+@pytest.mark.long
 def test_on_a_cut_card_each_worker_has_an_instance_and_status_and_doctor_tell_of_it(tmp_path: Path) -> None:
     env = {
         "PATH": f"{smi.install(tmp_path / 'bin', 'cut')}:{os.environ['PATH']}",

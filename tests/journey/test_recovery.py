@@ -129,6 +129,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(start_null: StartDaemon) -> 
     assert [line["reason"] for line in daemon.log("worker_fault")] == ["it hung and was killed"]
 
 
+@pytest.mark.long
 def test_a_request_of_many_steps_is_not_taken_for_hung(start_daemon: StartDaemon, tmp_path: Path) -> None:
     bundle = tiny.blank_bundle(tmp_path / "blank")
     daemon = start_daemon("--bundle", str(bundle), APPLIANCE_LIMITS__HANG_S="1").wait_serving().wait_ready()

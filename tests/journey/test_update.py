@@ -242,6 +242,7 @@ def test_an_operator_sees_how_far_an_update_is_and_takes_it_back_by_hand_while_r
     daemon.stop()
 
 
+@pytest.mark.long
 def test_a_link_that_cuts_corrupts_and_replays_delays_an_update_and_no_more(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
@@ -267,6 +268,7 @@ def test_a_link_that_cuts_corrupts_and_replays_delays_an_update_and_no_more(
     daemon.stop()
 
 
+@pytest.mark.long
 def test_a_daemon_stops_at_once_while_a_download_hangs_and_goes_on_with_it_after_its_next_start(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_daemon_stops_at_once_while_a_download_hangs_and_goes_on_with_it_after
     again.stop()
 
 
+@pytest.mark.long
 def test_a_download_is_paused_goes_on_and_is_aborted_by_order_and_a_pause_outlives_the_daemon(
     start_daemon: StartDaemon, mirror: Mirror, tmp_path: Path
 ) -> None:
