@@ -43,7 +43,7 @@ _QUICK_S = 0.0003
 """Runs that take less are computed by the thread that reads: to hand one over takes as long."""
 _FORGET = 1.05
 """A run that neighbours disturbed says little, so the fastest one counts, and for less with each that is slower."""
-_BEHIND = 2
+BEHIND = 2
 """Steps of priority that those who compute stand behind the daemon: it only moves bytes, and every request needs it."""
 _LOWEST = 19
 """As a step from any priority to the lowest."""
@@ -97,7 +97,7 @@ class Worker:
         try:
             nice = NICE if order.gentle else 0
             if order.runtime == "openvino":  # threads that it starts while it opens compute later, and keep this
-                nice = _BEHIND
+                nice = BEHIND
             self._model: Model = _call(lambda: _open(order), nice)
             self._meter.known(order.memory)
             self._idle_trim_s = order.idle_trim_s
@@ -157,7 +157,7 @@ class Worker:
         self._sock.shutdown(socket.SHUT_RDWR)
 
     def _run_all(self) -> None:
-        os.nice(_BEHIND)  # of this thread alone
+        os.nice(BEHIND)  # of this thread alone
         while (work := self._next()) is not None:
             if isinstance(work, wire.Prove):
                 self._send([self._prove(work)])

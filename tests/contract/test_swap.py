@@ -30,6 +30,7 @@ from appliance.core.pressure import Bounds
 from appliance.memory import Keeper, ModelState, Rules
 from appliance.service import Bundle, InferRequest, InferResponse, Service
 from appliance.swap import Swap
+from appliance.worker import BEHIND
 from models.errors import DeadlineExceeded, InsufficientMemory, NotFound, NotReady
 from models.folder import BundleFolder
 from models.spec import Tensor
@@ -363,7 +364,7 @@ def test_threads_of_openvino_compute_at_the_same_priority_however_their_model_wa
     one, two = (tiny.scale_bundle(tmp_path / f"v{scale}", scale) for scale in (1, 2))
 
     async def scenario() -> None:
-        computing = os.getpriority(os.PRIO_PROCESS, 0) + 5
+        computing = os.getpriority(os.PRIO_PROCESS, 0) + BEHIND
         async with serving(opened(one, "openvino")) as service:
             for fresh in (None, opened(two, "openvino")):
                 if fresh:
